@@ -203,11 +203,13 @@ struct run {
 	int exit_code, signal; /* valid once ended; LOST has none */
 	bool timed_out;
 	uint64_t duration_ns;
-	/* By stream: the stored output (a file, grows), bytes stored, bytes the run printed, whether the middle is left out. */
+	/* By stream: the stored output (a file, grows), bytes stored, bytes the run printed, whether the middle is left out.
+	 * output_fd is -1 while nothing is stored, and may be for an ended run nobody reads: run_output_fd opens it. */
 	int output_fd[2];
 	uint64_t stored[2], printed[2];
 	bool truncated[2];
 	void (*grown)(struct run *r, enum stream which); /* set by the tree, to wake pollers; may be NULL */
+	void *grown_arg;  /* the tree's */
 	struct run_private *p;
 };
 
@@ -226,6 +228,8 @@ struct run_request {
 #define SCRIPT_MAX (16u << 20)
 
 struct run *run_find(struct sandbox *s, uint64_t number);
+/* The descriptor to pread stored[which] bytes from, valid until control returns to the loop; -errno (-ENOENT: nothing stored). */
+int run_output_fd(struct run *r, enum stream which);
 struct run *run_by_id(struct core *c, uint64_t id);
 /* Starts. *r is set at once (with a number), unless it fails. Done when the run has ended, status 0 also when it was
  * killed or timed out; -EIO when the machine or agent died. op NULL: nobody waits. Cancel: the run is killed, with

@@ -12,6 +12,7 @@
 #ifndef VMM_VIRTIO_H
 #define VMM_VIRTIO_H
 
+#include <linux/virtio_ids.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -23,8 +24,6 @@
 #define VIRTIO_QUEUE_SIZE_MAX 256
 #define VIRTIO_QUEUES_MAX 4
 #define VIRTIO_F_VERSION_1_BIT (1ull << 32)
-
-enum virtio_id { VIRTIO_ID_NET = 1, VIRTIO_ID_RNG = 4, VIRTIO_ID_VSOCK = 19, VIRTIO_ID_PMEM = 27 };
 
 /* Saved. */
 struct virtqueue {
@@ -48,7 +47,7 @@ struct virtio;
 
 struct virtio_ops {
 	const char *name;
-	uint32_t id; /* enum virtio_id */
+	uint32_t id; /* VIRTIO_ID_... */
 	uint64_t features;
 	unsigned queues;
 	const void *(*config)(struct virtio *v, size_t *bytes); /* read-only config space; NULL if none */
@@ -68,6 +67,7 @@ struct virtio {
 	int irq_fd;    /* eventfd bound to the device's GSI as irqfd */
 	unsigned gsi;  /* edge triggered */
 	uint64_t mmio; /* base, 0x1000 long */
+	const char *why; /* the rule that the guest broke; NULL while none. A string constant */
 	/* Saved. */
 	struct virtio_saved {
 		uint64_t driver_features;
@@ -84,8 +84,12 @@ int virtqueue_take(struct virtio *v, unsigned q, struct chain *c);
 void virtqueue_give(struct virtio *v, unsigned q, const struct chain *c, uint32_t written);
 /* Puts the last taken chain back, so that the next take finds it again. */
 void virtqueue_untake(struct virtio *v, unsigned q);
-/* Interrupts the guest for given chains, unless it asked for none (VRING_AVAIL_F_NO_INTERRUPT). */
-void virtqueue_interrupt(struct virtio *v, unsigned q);
+/* Interrupts the guest for given chains, unless it asked for none (VRING_AVAIL_F_NO_INTERRUPT). True if it did. */
+bool virtqueue_interrupt(struct virtio *v, unsigned q);
+/* Tells the guest whether to kick this queue (VRING_USED_F_NO_NOTIFY). True if there is a chain to take by now. */
+bool virtqueue_kicks(struct virtio *v, unsigned q, bool wanted);
+/* avail->idx as the guest has it now; next_avail if the queue is not usable. */
+uint16_t virtqueue_posted(struct virtio *v, unsigned q);
 /* Device found guest behaviour impossible: DEVICE_NEEDS_RESET and a config interrupt; queues stand still until reset. */
 void virtio_break(struct virtio *v, const char *why);
 
@@ -93,10 +97,14 @@ void virtio_break(struct virtio *v, const char *why);
 size_t chain_read(const struct chain *c, size_t at, void *to, size_t n);
 size_t chain_write(const struct chain *c, size_t at, const void *from, size_t n);
 
-/* virtio_mmio.c */
+/* virtio_mmio.c: these take the lock themselves; interrupt status and acknowledgement go without it. */
 void virtio_init(struct virtio *v, const struct virtio_ops *ops, const struct memory *m);
 void virtio_mmio_read(struct virtio *v, uint64_t offset, void *data, unsigned n);
 /* Returns the queue to kick (QueueNotify without ioeventfd) or -1. */
 int virtio_mmio_write(struct virtio *v, uint64_t offset, const void *data, unsigned n);
+/* Event loop: ops->kick with the lock held, if the driver is up and the queue is there. */
+void virtio_kick(struct virtio *v, unsigned q);
+/* Whether saved state taken from a file can be used with this device: no index out of range. */
+bool virtio_saved_valid(const struct virtio *v, const struct virtio_saved *s);
 
 #endif

@@ -21,15 +21,21 @@ struct virtio *vsock_virtio(struct vsock *s);
 /*
  * Opens a stream to guest `port` carried by `fd` (a stream socket, made non-blocking; taken over, success or not). Event
  * loop. `done` is called once: 0, -ECONNREFUSED, -ETIMEDOUT (timeout_ms), -EIO (device not up, machine being torn down),
- * -EMFILE (VSOCK_STREAMS_MAX). Before the guest's driver is up, or while it has not yet taken a transport reset, requests wait.
+ * -EMFILE (VSOCK_STREAMS_MAX). It may be called before vsock_connect returns. Before the guest's driver is up, or while it has not yet taken a transport reset, requests wait.
  */
 void vsock_connect(struct vsock *s, uint32_t port, int fd, unsigned timeout_ms, void (*done)(void *arg, int status), void *arg);
 
-/* Before a save or fork, vCPUs parked, event loop: moves what is in the queues so that saved state is whole. */
+/*
+ * At a pause, vCPUs parked, event loop: takes what the guest has sent, then holds still: until vsock_go nothing touches
+ * guest memory or device state, whatever the host's sockets and timers do. Repeating it changes nothing.
+ */
 void vsock_drain(struct vsock *s);
+/* At every resume (first, after a pause, after a fork or restore), before the vCPUs run: ends what vsock_drain began. */
+void vsock_go(struct vsock *s);
 
 /*
- * In a forked child, first thing: forgets every stream without touching the guest (descriptors closed). The transport
+ * In a forked child, first thing, before or after loop_forked (it does not touch the loop): forgets every stream without
+ * touching the guest (descriptors closed, `done` not called). The device holds still until vsock_go. The transport
  * reset event then goes out in ops->restored: the guest ends its connections. Host ports are not reused after a restore:
  * the port counter is saved state.
  */

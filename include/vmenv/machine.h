@@ -37,11 +37,13 @@ enum machine_op {
 	MACHINE_FORK,      /* count children (1..MACHINE_FORK_MAX), one fd each: the child's listening socket. All from one
 	                    * instant. Runs from any state and returns to it. Answered when the parent is as before:
 	                    * value[0] = ns the vCPUs stood still, value[1] = ns in all. A failure makes no child. */
-	MACHINE_CONNECT,   /* count = guest vsock port, fd: a stream socket whose other end the caller keeps. Status 0 when the
+	MACHINE_CONNECT,   /* count = guest vsock port, fd: a stream socket whose other end the caller keeps; value[0] = most
+	                    * milliseconds to wait for the guest (0: 30 s; a paused guest does not answer). Status 0 when the
 	                    * guest accepted; -ECONNREFUSED, -ETIMEDOUT (guest did not answer in time), -EIO */
 	MACHINE_SAVE,      /* paused only. fd 0: file that gets CPU and device state (versioned, with digest and CPU
 	                    * fingerprint). Optional fds 1, 2: files that get the changed pages of memory and disk */
-	MACHINE_CONSOLE,   /* input for the serial console: count bytes (1..sizeof text) in text */
+	MACHINE_CONSOLE,   /* input for the serial console: count bytes (1..sizeof text) in text. Answer: count = bytes taken,
+	                    * -EAGAIN if none fitted */
 	MACHINE_INFO,      /* value[0] private bytes (memory and disk), [1] resident bytes, [2] of [0] guest memory, [3] of [0] disk,
 	                    * [4] enum machine_state */
 	MACHINE_DIGEST,    /* paused only. text = "MEMORY DISK STATE", three hex SHA-256 as defined below */

@@ -121,7 +121,7 @@ step 'another command' "echo 'echo written in a >> /work/notes' > sandboxes/a/ex
 
 echo
 echo '# In the background, count: at each tick it reads a name and remembers, in its memory, those it has seen.'
-show "echo 'echo a > /work/name; count > /dev/null 2>&1 &' > sandboxes/a/exec"
+show "echo 'echo a > /work/name; count > /dev/null 2>&1 & until [ -e /work/tick ]; do sleep 0.1; done' > sandboxes/a/exec"
 step 'fork it 4 ways from one instant' "echo 'fork way count=4' > sandboxes/a/ctl"
 step 'a command in each of the 5' 'for s in a way-0 way-1 way-2 way-3; do
   echo "echo $s > /work/name; echo $s was here >> /work/notes; sleep 0.3" > sandboxes/$s/exec & done; wait'

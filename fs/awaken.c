@@ -99,6 +99,7 @@ static void open_stream(struct awaken *a)
 	int64_t now = config_clock(a->config, &frozen);
 	int fd, r;
 
+	frozen |= a->goes_on && a->config->clock == CLOCK_PINNED;
 	a->connect.done = on_connect;
 	a->connect.arg = a;
 	r = machine_stream(a->machine, &a->connect, MACHINE_AGENT_PORT, 0, &fd, &e);

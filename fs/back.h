@@ -104,6 +104,7 @@ void bake_abandon(struct bake *b, const char *why);
 struct awaken {
 	void (*done)(struct awaken *a, int status, const struct err *e);
 	void *arg;
+	bool goes_on; /* it was awake before: a pinned clock is not pinned again */
 	/* private */
 	struct loop *loop;
 	struct machine_client *machine;
@@ -129,6 +130,7 @@ struct sandbox_private {
 	struct op *waiters, *enders; /* for no run in progress; for its processes to be gone */
 	unsigned ending;             /* processes on their way out */
 	bool console_given, forked;
+	bool was_awake; /* since it came from the template */
 	unsigned attaching; /* runs that are being attached to; op: who waits for that */
 	struct op *attacher;
 	uint64_t create_ns, ready_ns, pause_ns;

@@ -579,7 +579,13 @@ static void step_pause(struct bake *b, const struct agent_result *r)
 
 static void warmed_up(struct bake *b, const struct agent_result *r)
 {
-	/* A disk may have no shell: its machines can still run what they have by exec.json. */
+	/* 126: there is no such user or folder, so nothing would ever run. 127: a disk may have no shell, and its machines can
+	 * still run what they have by exec.json. */
+	if (r->exit_code == 126) {
+		fail_with(b, EINVAL, "commands cannot run as user '%.63s' in '%.200s': see the log", b->t->config.settings.user,
+			  b->t->config.settings.cwd);
+		return;
+	}
 	if (r->exit_code)
 		template_say(b->t, "the warm-up command '%s' ended with exit code %d", WARM_UP, r->exit_code);
 	sync_disk(b, false, step_pause);

@@ -27,6 +27,7 @@ struct birth {
 	struct op *op;
 	enum birth_kind kind;
 	bool frozen, forked, over;
+	bool goes_on; /* the mother was awake */
 	struct machine_call fork;
 	struct timer deadline;
 	uint64_t started_ns, pause_ns;
@@ -131,7 +132,7 @@ static void finish(struct birth *b)
 			replace(n);
 		if (n->machine)
 			sandbox_take_machine(s, steal_ptr(&n->machine));
-		s->p->console_given = !b->frozen;
+		s->p->console_given = s->p->was_awake = !b->frozen;
 		s->p->pause_ns = b->pause_ns;
 		if (b->kind == BIRTH_RESET) {
 			s->p->forked = false;
@@ -245,7 +246,13 @@ static void on_forked(struct machine_call *call, int status, const struct machin
 	struct birth *b = call->arg;
 
 	if (status < 0) {
-		birth_abandon(b, e);
+		struct err why = *e;
+
+		/* No answer: the one that was to be forked has ended. Of a template the next create starts another. */
+		if (!m && b->kind != BIRTH_FORK)
+			err_set(&why, e->code, "the machine of template %.64s ended before it was forked: %.300s",
+				b->child[0].s->source->name, e->text);
+		birth_abandon(b, &why);
 		return;
 	}
 	b->forked = true;
@@ -286,7 +293,7 @@ static int child_begin(struct newborn *n, uint64_t patience_ms, int *listening, 
 	n->machine->ended = on_child_ended;
 	if (b->frozen)
 		return 0;
-	n->awaken = (struct awaken){ .done = on_awake, .arg = n };
+	n->awaken = (struct awaken){ .done = on_awake, .arg = n, .goes_on = b->goes_on };
 	return awaken_start(&n->awaken, c->loop, n->machine, &n->s->source->config, n->s->console_fd, patience_ms, e);
 }
 
@@ -493,6 +500,7 @@ int sandbox_fork(struct sandbox *s, const char *name, unsigned count, struct op 
 	b = birth_new(c, BIRTH_FORK, MAX(count, 1u), op);
 	if (!b)
 		return err_set(e, ENOMEM, "out of memory");
+	b->goes_on = s->p->was_awake;
 	for (unsigned i = 0; i < b->count && r == 0; i++) {
 		r = make_child(b, i, name, count > 0, s->source, &why);
 		if (r == 0)

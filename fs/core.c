@@ -5,6 +5,7 @@
 #include <dirent.h>
 #include <limits.h>
 #include <sys/file.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 
@@ -203,7 +204,7 @@ void core_event(struct core *c, const char *kind, const char *sandbox, json_t *m
 		json_object_set_new(j, "sandbox", json_string(sandbox));
 	if (j && more)
 		json_object_update(j, more);
-	text = j ? json_dumps(j, JSON_COMPACT) : NULL;
+	text = j ? json_dumps(j, JSON_COMPACT | JSON_REAL_PRECISION(12)) : NULL;
 	if (text)
 		journal_add(&c->events, text, strlen(text));
 	json_decref(j);
@@ -472,6 +473,8 @@ int core_open(const struct core_options *o, struct loop *l, struct core **out, s
 	if (!c)
 		return err_set(e, ENOMEM, "out of memory");
 	raise_limits();
+	/* A machine whose parent has ended becomes our child, to be reaped, wherever the system's init does not see to that. */
+	prctl(PR_SET_CHILD_SUBREAPER, 1);
 	c->state_fd = c->lock_fd = c->templates_fd = c->consoles_fd = c->outputs_fd = c->machines.folder = -1;
 	c->loop = c->machines.loop = l;
 	c->later_tail = &c->later;

@@ -171,7 +171,10 @@ struct sandbox *sandbox_by_id(struct core *c, uint64_t id);
 int sandbox_create(struct core *c, const struct create *how, struct op *op, struct err *e);
 /* Cancel of fork: the children are unmade. count 0: one child called name. */
 int sandbox_fork(struct sandbox *s, const char *name, unsigned count, struct op *op, struct err *e);
-int sandbox_reset(struct sandbox *s, struct op *op, struct err *e); /* not cancellable once the old machine is gone */
+/* A new machine from the template takes the old one's place, which goes once the new one works: a reset that fails or is
+ * cancelled changes nothing. Name, id, settings, metadata and console log stay; runs and lineage end; ttl counts anew. A
+ * dead sandbox comes back, a frozen one runs. */
+int sandbox_reset(struct sandbox *s, struct op *op, struct err *e);
 int sandbox_freeze(struct sandbox *s, struct op *op, struct err *e);
 int sandbox_thaw(struct sandbox *s, struct op *op, struct err *e);
 int sandbox_kill(struct sandbox *s, const char *reason, struct op *op, struct err *e); /* twice is fine */

@@ -137,31 +137,4 @@ static void ctl_write(struct handle *h, fuse_req_t req, const char *bytes, size_
 	step(s);
 }
 
-static void ctl_read(struct handle *h, fuse_req_t req, size_t size, uint64_t offset)
-{
-	size_t n = 0;
-	AUTO_FREE char *text = verbs_text(&h->node, &n);
-
-	if (text)
-		reply_slice(req, text, n, size, offset);
-	else
-		fuse_reply_err(req, ENOMEM);
-}
-
-static uint64_t ctl_size(const struct node *n)
-{
-	size_t bytes = 0;
-	AUTO_FREE char *text = verbs_text(n, &bytes);
-
-	return text ? bytes : 0;
-}
-
-static int ctl_resize(const struct node *n, uint64_t size, struct err *e)
-{
-	(void)n;
-	(void)size;
-	(void)e;
-	return 0;
-}
-
-const struct behaviour ctl_file = { .read = ctl_read, .write = ctl_write, .size = ctl_size, .resize = ctl_resize };
+const struct behaviour ctl_file = { .read = text_read, .write = ctl_write, .size = text_size, .resize = resize_nothing };

@@ -36,7 +36,8 @@ static void run_put(struct exec_run *x)
 	free(x);
 }
 
-static void wait_free(struct exec_wait *w)
+/* Takes it out of the lists; its request may then be answered. */
+static void wait_end(struct exec_wait *w)
 {
 	struct exec_wait **p = &w->run->waiting;
 
@@ -44,7 +45,12 @@ static void wait_free(struct exec_wait *w)
 		p = &(*p)->next;
 	*p = w->next;
 	pending_end(&w->pending);
-	run_put(w->run);
+}
+
+/* Whether a read has something to say: the answer of exec.json comes when the run is over, output as it is printed. */
+static bool readable(const struct handle *h, const struct exec_run *x, uint64_t at)
+{
+	return x->done || (!is_json(h) && at < x->run->stored[STREAM_STDOUT]);
 }
 
 static bool try_read(struct handle *h, struct exec_run *x, fuse_req_t req, size_t size, uint64_t offset);
@@ -52,19 +58,17 @@ static bool try_read(struct handle *h, struct exec_run *x, fuse_req_t req, size_
 /* Answers those who can be: the readers of what is there, and all when the run is over. */
 static void wake(struct exec_run *x)
 {
-	x->references++;
 	for (struct exec_wait *w = x->waiting, *next; w; w = next) {
 		next = w->next;
-		if (w->flush ? !x->done : !x->done && w->offset - x->start >= x->run->stored[STREAM_STDOUT])
+		if (w->flush ? !x->done : !readable(w->handle, x, w->offset - x->start))
 			continue;
-		wait_free(w);
+		wait_end(w);
 		if (w->flush)
 			fuse_reply_err(w->pending.req, -x->status);
 		else
 			try_read(w->handle, x, w->pending.req, w->size, w->offset);
 		free(w);
 	}
-	run_put(x);
 }
 
 static void over(struct exec_run *x, int status)
@@ -99,12 +103,10 @@ static void wait_stop(struct pending *p, int error)
 	struct exec_wait *w = (struct exec_wait *)p;
 	struct exec_run *x = w->run;
 
-	x->references++;
-	wait_free(w);
+	wait_end(w);
 	fuse_reply_err(p->req, error);
 	free(w);
 	cut(x);
-	run_put(x);
 }
 
 static void wait_start(struct handle *h, struct exec_run *x, fuse_req_t req, bool flush, size_t size, uint64_t offset)
@@ -118,7 +120,6 @@ static void wait_start(struct handle *h, struct exec_run *x, fuse_req_t req, boo
 	*w = (struct exec_wait){ .next = x->waiting, .run = x, .handle = h, .flush = flush, .size = size, .offset = offset };
 	w->pending.stop = wait_stop;
 	x->waiting = w;
-	x->references++;
 	pending_start(&w->pending, h->server, req, h);
 }
 
@@ -180,7 +181,7 @@ static bool try_read(struct handle *h, struct exec_run *x, fuse_req_t req, size_
 		x->start = offset;
 	}
 	at = offset - x->start;
-	if (!x->done && (is_json(h) || at >= stored))
+	if (!readable(h, x, at))
 		return false;
 	h->seen = at + size;
 	if (x->done && x->status < 0 && (is_json(h) || at >= stored)) {
@@ -202,7 +203,6 @@ static void exec_read(struct handle *h, fuse_req_t req, size_t size, uint64_t of
 {
 	struct err e = { 0 };
 	struct exec_run *x;
-	size_t n = 0;
 
 	if (h->unapplied) {
 		if (start(h, &e) < 0) {
@@ -214,12 +214,7 @@ static void exec_read(struct handle *h, fuse_req_t req, size_t size, uint64_t of
 	}
 	x = h->own;
 	if (!x) {
-		AUTO_FREE char *text = h->node.entry->text(&h->node, &n);
-
-		if (text)
-			reply_slice(req, text, n, size, offset);
-		else
-			fuse_reply_err(req, ENOMEM);
+		text_read(h, req, size, offset);
 	} else if (!try_read(h, x, req, size, offset)) {
 		if (h->nonblock)
 			fuse_reply_err(req, EAGAIN);
@@ -302,7 +297,7 @@ static unsigned exec_poll(struct handle *h)
 	const struct exec_run *x = h->own;
 	unsigned events = POLLOUT | POLLWRNORM;
 
-	if (!x || h->unapplied || x->done || (!is_json(h) && h->seen < x->run->stored[STREAM_STDOUT]))
+	if (!x || h->unapplied || readable(h, x, h->seen))
 		events |= POLLIN | POLLRDNORM;
 	return events;
 }
@@ -315,30 +310,14 @@ static void exec_grown(struct handle *h, struct run *r)
 		wake(x);
 }
 
-static uint64_t exec_size(const struct node *n)
-{
-	size_t bytes = 0;
-	AUTO_FREE char *text = n->entry->text(n, &bytes);
-
-	return text ? bytes : 0;
-}
-
-static int exec_resize(const struct node *n, uint64_t size, struct err *e)
-{
-	(void)n;
-	(void)size;
-	(void)e;
-	return 0;
-}
-
 const struct behaviour exec_file = {
 	.read = exec_read, .write = exec_write, .flush = exec_flush, .release = exec_release, .poll = exec_poll,
-	.grown = exec_grown, .size = exec_size, .resize = exec_resize,
+	.grown = exec_grown, .size = text_size, .resize = resize_nothing,
 };
 
 const struct behaviour exec_json_file = {
 	.read = exec_read, .write = exec_write, .flush = exec_flush, .release = exec_release, .poll = exec_poll,
-	.grown = exec_grown, .size = exec_size, .resize = exec_resize,
+	.grown = exec_grown, .size = text_size, .resize = resize_nothing,
 };
 
 char *exec_usage(const struct node *n, size_t *bytes)

@@ -8,7 +8,7 @@
 /* A run that an open file started. */
 struct exec_run {
 	struct op op;
-	unsigned references; /* the open file's, the operation's, and one of each request that waits */
+	unsigned references; /* the open file's, and the operation's until it is over: so requests only wait while there is one */
 	struct run *run;     /* held */
 	struct server *server;
 	bool done;           /* op is over */

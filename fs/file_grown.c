@@ -63,17 +63,8 @@ static void console_write(struct handle *h, fuse_req_t req, const char *bytes, s
 	simple_end(w, sandbox_console_write(h->node.sandbox, bytes, size, &w->pending.op, &e), &e);
 }
 
-/* Its input has no size: truncating it means nothing. */
-static int console_resize(const struct node *n, uint64_t size, struct err *e)
-{
-	(void)n;
-	(void)size;
-	(void)e;
-	return 0;
-}
-
 const struct behaviour console_file = {
-	.read = grown_read, .write = console_write, .size = grown_size, .resize = console_resize,
+	.read = grown_read, .write = console_write, .size = grown_size, .resize = resize_nothing,
 };
 
 static void upload_read(struct handle *h, fuse_req_t req, size_t size, uint64_t offset)

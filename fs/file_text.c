@@ -5,7 +5,7 @@
 #define VALUE_MAX 65536u
 #define CONFIG_MAX (1u << 20)
 
-static uint64_t text_size(const struct node *n)
+uint64_t text_size(const struct node *n)
 {
 	size_t bytes = 0;
 	AUTO_FREE char *text = n->entry->text(n, &bytes);
@@ -29,7 +29,7 @@ static void rendered_read(struct handle *h, fuse_req_t req, size_t size, uint64_
 
 const struct behaviour rendered_file = { .open = rendered_open, .read = rendered_read, .size = text_size };
 
-static void text_read(struct handle *h, fuse_req_t req, size_t size, uint64_t offset)
+void text_read(struct handle *h, fuse_req_t req, size_t size, uint64_t offset)
 {
 	size_t n = 0;
 	AUTO_FREE char *text = h->node.entry->text(&h->node, &n);
@@ -38,14 +38,6 @@ static void text_read(struct handle *h, fuse_req_t req, size_t size, uint64_t of
 		reply_slice(req, text, n, size, offset);
 	else
 		fuse_reply_err(req, ENOMEM);
-}
-
-static int take_no_size(const struct node *n, uint64_t size, struct err *e)
-{
-	(void)n;
-	(void)size;
-	(void)e;
-	return 0;
 }
 
 /* What one opening has written so far is the value: whether it came in one write or in several. */
@@ -76,7 +68,7 @@ static void value_write(struct handle *h, fuse_req_t req, const char *bytes, siz
 }
 
 const struct behaviour value_file = {
-	.read = text_read, .write = value_write, .size = text_size, .resize = take_no_size,
+	.read = text_read, .write = value_write, .size = text_size, .resize = resize_nothing,
 };
 
 static int config_apply(struct handle *h, struct err *e)

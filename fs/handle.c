@@ -1,21 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Open files: what is the same for every kind of file; the rest is in its behaviour. */
-#include <linux/fuse.h>
 #include <poll.h>
 
 #include "server.h"
-
-/* libfuse 3.14 has no way to say FOPEN_PARALLEL_DIRECT_WRITES. Without it the kernel holds the inode's lock over a write
- * that waits, and every other writer of that file sits where no signal reaches it. */
-static int reply_opened(fuse_req_t req, const struct handle *h)
-{
-	struct fuse_open_out out = {
-		.fh = (uintptr_t)h,
-		.open_flags = FOPEN_DIRECT_IO | FOPEN_PARALLEL_DIRECT_WRITES,
-	};
-
-	return fuse_reply_buf(req, (const char *)&out, sizeof(out));
-}
 
 static struct handle *handle_of(const struct fuse_file_info *fi)
 {
@@ -69,7 +56,9 @@ static void handle_close(struct handle *h)
 /* -ENOENT from an answer means that the opener is gone: no release will come. */
 void handle_opened(struct handle *h, fuse_req_t req)
 {
-	if (reply_opened(req, h) == -ENOENT)
+	struct fuse_file_info fi = { .fh = (uintptr_t)h, .direct_io = 1 };
+
+	if (fuse_reply_open(req, &fi) == -ENOENT)
 		handle_close(h);
 }
 

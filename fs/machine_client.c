@@ -121,8 +121,8 @@ static void process_gone(struct machine_client *c)
 		loop_remove(c->machines->loop, &c->process);
 		close(c->process.fd);
 	}
-	if (c->child && c->pid)
-		waitpid(c->pid, NULL, WNOHANG);
+	if (c->pid)
+		waitpid(c->pid, NULL, WNOHANG); /* not ours unless started here, or its parent went first: see core_open */
 	socket_unlink(c->machines, c->id);
 	for (p = &c->machines->list; *p != c; p = &(*p)->next)
 		;

@@ -252,9 +252,19 @@ static void raise_limits(void)
 	}
 }
 
+/* A server that is killed leaves no dead mount behind where fusermount3 is there to watch it. */
+static const char *mount_options_of(const struct options *o)
+{
+	bool watched = access("/usr/bin/fusermount3", X_OK) == 0 || access("/bin/fusermount3", X_OK) == 0;
+
+	if (watched)
+		return o->allow_other ? MOUNT_OPTIONS ",auto_unmount,allow_other" : MOUNT_OPTIONS ",auto_unmount";
+	return o->allow_other ? MOUNT_OPTIONS ",allow_other" : MOUNT_OPTIONS;
+}
+
 static int run(struct options *o, struct err *e)
 {
-	const char *mount_options = o->allow_other ? MOUNT_OPTIONS ",allow_other" : MOUNT_OPTIONS;
+	const char *mount_options = mount_options_of(o);
 	struct host_options host = {
 		.mountpoint = o->mountpoint, .mount_options = mount_options, .state = o->state, .kernel = o->kernel,
 		.emulated_memory_mb = o->emulated_memory_mb, .ready = ready, .arg = &o->daemon,

@@ -2,8 +2,12 @@
 /* The way between inode numbers, names and nodes, by tree.c's tables. */
 #include "server.h"
 
+/* A number is, from the low end: the place of the name in tree.c's tables, the object's id, and for files that are apart
+ * which lookup it is of. Ids have room for 68 billion objects in the life of a state directory. */
 #define PLACE_BITS 8
-#define ID_MAX (UINT64_MAX >> PLACE_BITS)
+#define ID_BITS 36
+#define LOOKUP_BITS 20
+#define ID_MAX ((1ull << ID_BITS) - 1)
 
 static const struct directory *directory_at(unsigned place)
 {
@@ -61,7 +65,7 @@ int node_resolve(struct server *s, uint64_t ino, struct node *n)
 		n->entry = &d->entries[place - d->first - 1];
 	else if (d->count && !d->entries[0].name)
 		return -ENOENT; /* values have names, their table is no directory */
-	if (!find_object(s->core, d->of, ino >> PLACE_BITS, n) || node_gone(n))
+	if (!find_object(s->core, d->of, ino >> PLACE_BITS & ID_MAX, n) || node_gone(n))
 		return -ENOENT;
 	return 0;
 }
@@ -138,6 +142,15 @@ uint64_t node_ino(const struct node *n)
 	if (n->entry)
 		place += 1 + (uint64_t)(n->entry - n->directory->entries);
 	return (id & ID_MAX) << PLACE_BITS | place;
+}
+
+uint64_t node_number(const struct node *n)
+{
+	uint64_t ino = node_ino(n);
+
+	if (n->entry && n->entry->apart)
+		ino |= (++n->server->lookups & ((1u << LOOKUP_BITS) - 1)) << (PLACE_BITS + ID_BITS);
+	return ino;
 }
 
 static void entry_node(const struct node *n, const struct entry *e, struct node *child)

@@ -226,3 +226,11 @@ bool json_incomplete(const struct buffer *b)
 	json_decref(json);
 	return !json && json_error_code(&error) == json_error_premature_end_of_input;
 }
+
+int resize_nothing(const struct node *n, uint64_t size, struct err *e)
+{
+	(void)n;
+	(void)size;
+	(void)e;
+	return 0;
+}

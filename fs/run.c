@@ -358,8 +358,9 @@ void run_end(struct run *r, enum run_state state, int status, const struct err *
 	object_changed(&s->object);
 	s->running--;
 	save(r);
-	core_event(c, "run", s->name, json_pack("{s:I, s:s, s:i, s:f}", "run", (json_int_t)r->number, "state",
-						run_state_names[state], "exit_code", r->exit_code, "duration_ms",
+	core_event(c, "run", s->name, json_pack("{s:I, s:s, s:o, s:f}", "run", (json_int_t)r->number, "state",
+						run_state_names[state], "exit_code",
+						state == RUN_LOST ? json_null() : json_integer(r->exit_code), "duration_ms",
 						(double)(r->duration_ns / 1000) / 1000.0));
 	for (int w = 0; w < 2; w++)
 		if (r->grown)
@@ -445,7 +446,9 @@ static void link_broken(struct run *r, const struct err *e)
 	struct run_private *p = r->p;
 
 	link_close(r);
-	if (++p->attempts > ATTEMPTS || !r->sandbox->p->machine)
+	/* A frozen guest answers nobody: that says nothing about its agent. */
+	p->attempts += r->sandbox->state != SANDBOX_FROZEN;
+	if (p->attempts > ATTEMPTS || !r->sandbox->p->machine)
 		run_lost(r, EIO, "run %llu is lost: %.380s", (unsigned long long)r->number, e->text);
 	else
 		loop_timer(r->sandbox->core->loop, &p->retry, deadline_ms(RETRY_MS));

@@ -379,7 +379,7 @@ static void on_awake(struct awaken *a, int status, const struct err *e)
 
 	/* An agent that does not answer leaves a machine that runs all the same. */
 	if (status == 0 || a->resumed) {
-		s->p->console_given = true;
+		s->p->console_given = s->p->was_awake = true;
 		runs_thaw(s);
 		sandbox_move(s, SANDBOX_RUNNING, NULL);
 	}
@@ -402,6 +402,7 @@ int sandbox_thaw(struct sandbox *s, struct op *op, struct err *e)
 		return -ENOMEM;
 	ch->awaken.done = on_awake;
 	ch->awaken.arg = ch;
+	ch->awaken.goes_on = s->p->was_awake;
 	/* The guest is set up again: its clock has stood still, and its randomness may have been copied meanwhile. */
 	r = awaken_start(&ch->awaken, s->core->loop, s->p->machine, &s->source->config,
 			 s->p->console_given ? -1 : s->console_fd, ANSWER_MS, e);

@@ -51,6 +51,9 @@ struct entry {
 	struct journal *(*journal)(struct core *c);
 	const struct verb *const *verbs;             /* ctl: NULL-terminated */
 	int which;                                   /* uploads: enum template_upload; results: enum stream */
+	/* Every lookup gives a number of its own. The kernel holds an inode's lock over a write, and others that write or
+	 * truncate then sit where no signal reaches them: with an inode each, commands to one file do not wait in line. */
+	bool apart;
 	bool newest;                                 /* is about the newest run at the time of opening */
 };
 
@@ -123,6 +126,7 @@ struct server {
 	bool interrupted; /* some pending request is */
 	struct timer doubt;
 	bool doubting;
+	uint64_t lookups;    /* of files that are apart */
 	uint64_t journal_ns; /* when a journal last grew */
 };
 
@@ -171,7 +175,8 @@ extern const struct directory *const directories[];
 int node_resolve(struct server *s, uint64_t ino, struct node *n); /* 0 or -ENOENT */
 int node_child(const struct node *n, const char *name, struct node *child); /* 0 or -errno */
 void node_children(const struct node *n, node_fn *each, void *arg);
-uint64_t node_ino(const struct node *n);
+uint64_t node_ino(const struct node *n); /* st_ino */
+uint64_t node_number(const struct node *n); /* what the kernel is to ask by */
 void node_stat(const struct node *n, fuse_req_t req, struct stat *st);
 struct object *node_object(const struct node *n); /* NULL for the fixed ones */
 bool node_gone(const struct node *n);
@@ -182,6 +187,11 @@ const char *node_subject(const struct node *n, char *buffer, size_t n_buffer);
 
 /* Answers with the errno, and has the sentence written to `error`. */
 void request_fail(struct server *s, fuse_req_t req, const struct node *n, const char *what, const struct err *e);
+/* Of files that have a text: its size, and a read that renders it anew. file_text.c */
+uint64_t text_size(const struct node *n);
+void text_read(struct handle *h, fuse_req_t req, size_t size, uint64_t offset);
+/* Truncating a file that is a command, or input, means nothing. */
+int resize_nothing(const struct node *n, uint64_t size, struct err *e);
 /* The part of a text that a read asks for. */
 void reply_slice(fuse_req_t req, const char *text, size_t n, size_t size, uint64_t offset);
 void reply_file(fuse_req_t req, int fd, uint64_t end, size_t size, uint64_t offset);

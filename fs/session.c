@@ -6,7 +6,11 @@
 #include "session.h"
 
 #include <signal.h>
+#include <spawn.h>
+#include <sys/mount.h>
 #include <sys/signalfd.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
 
 #include "server.h"
 #include "stream.h"
@@ -173,6 +177,20 @@ static int open_signals(struct session *s, struct err *e)
 	return r < 0 ? err_set(e, -r, "cannot watch signals: %s", strerror(-r)) : 0;
 }
 
+/* libfuse leaves the mount alone when the connection is gone already, and after an abort (umount -f of a busy mount) that
+ * leaves a mount point that only answers ENOTCONN. */
+static void remove_dead_mount(const char *mountpoint)
+{
+	char *argv[] = { (char *)"fusermount3", (char *)"-u", (char *)"-q", (char *)"-z", (char *)"--", (char *)mountpoint, NULL };
+	struct stat st;
+	pid_t child;
+
+	if (stat(mountpoint, &st) == 0 || errno != ENOTCONN || umount2(mountpoint, MNT_DETACH) == 0)
+		return;
+	if (posix_spawnp(&child, argv[0], NULL, NULL, argv, environ) == 0)
+		waitpid(child, NULL, 0);
+}
+
 static void journal_grown(struct journal *j)
 {
 	struct server *s = j->arg;
@@ -214,6 +232,7 @@ static int serve(struct session *s, struct err *e)
 		if (mounted) {
 			loop_remove(s->server.loop, &s->device);
 			fuse_session_unmount(s->server.session);
+			remove_dead_mount(s->options->mountpoint);
 		}
 		server_close_handles(&s->server);
 		r = s->status;

@@ -73,7 +73,7 @@ extern const struct directory runs_directory, run_directory, metadata_directory,
 
 static const struct entry root_entries[] = {
 	{ "README", 0444, &rendered_file, .text = readme_text },
-	{ "ctl", 0644, &ctl_file, .verbs = root_verbs },
+	{ "ctl", 0644, &ctl_file, .apart = true, .text = verbs_text, .verbs = root_verbs },
 	{ "error", 0444, &journal_file, .journal = core_errors },
 	{ "events", 0444, &journal_file, .journal = core_events },
 	{ "version", 0444, &rendered_file, .text = version_text },
@@ -167,7 +167,7 @@ static const struct entry template_entries[] = {
 	{ "config", 0644, &config_file, .text = config_text },
 	{ "rootfs", 0644, &upload_file, .which = UPLOAD_ROOTFS },
 	{ "kernel", 0644, &upload_file, .which = UPLOAD_KERNEL },
-	{ "ctl", 0644, &ctl_file, .verbs = template_verbs },
+	{ "ctl", 0644, &ctl_file, .apart = true, .text = verbs_text, .verbs = template_verbs },
 	{ "state", 0444, &rendered_file, .text = template_state_text },
 	{ "log", 0444, &grown_file, .source = log_source },
 	{ "info", 0444, &rendered_file, .text = template_info_text },
@@ -302,7 +302,7 @@ static int setting_store(const struct node *n, const char *text, size_t bytes, s
 }
 
 static const struct entry sandbox_entries[] = {
-	{ "ctl", 0644, &ctl_file, .verbs = sandbox_verbs },
+	{ "ctl", 0644, &ctl_file, .apart = true, .text = verbs_text, .verbs = sandbox_verbs },
 	{ "state", 0444, &rendered_file, .text = sandbox_state_text },
 	{ "info", 0444, &rendered_file, .text = sandbox_info_text },
 	{ "exec", 0644, &exec_file, .text = exec_usage },
@@ -316,7 +316,7 @@ static const struct entry sandbox_entries[] = {
 	{ "timeout", 0644, &value_file, .text = timeout_text, .store = setting_store, .key = "timeout" },
 	{ "user", 0644, &value_file, .text = user_text, .store = setting_store, .key = "user" },
 	{ "cwd", 0644, &value_file, .text = cwd_text, .store = setting_store, .key = "cwd" },
-	{ "console", 0644, &console_file, .source = console_source },
+	{ "console", 0644, &console_file, .apart = true, .source = console_source },
 	{ "runs", .inside = &runs_directory },
 	{ "metadata", .inside = &metadata_directory },
 	{ "machine", .inside = &machine_directory },
@@ -390,7 +390,7 @@ static const struct entry run_entries[] = {
 	{ "exit_code", 0444, &rendered_file, .text = exit_code_text },
 	{ "duration_ms", 0444, &rendered_file, .text = duration_text },
 	{ "state", 0444, &rendered_file, .text = run_state_text },
-	{ "ctl", 0644, &ctl_file, .verbs = run_verbs },
+	{ "ctl", 0644, &ctl_file, .apart = true, .text = verbs_text, .verbs = run_verbs },
 };
 const struct directory run_directory = {
 	.first = 129, .last = 159, .of = OF_RUN, .entries = run_entries, .count = ARRAY_SIZE(run_entries),

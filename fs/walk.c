@@ -24,7 +24,7 @@ static void entry_of(const struct node *n, fuse_req_t req, struct fuse_entry_par
 {
 	*entry = (struct fuse_entry_param){ .generation = 1 };
 	node_stat(n, req, &entry->attr);
-	entry->ino = entry->attr.st_ino;
+	entry->ino = node_number(n);
 }
 
 static void walk_lookup(fuse_req_t req, fuse_ino_t parent, const char *name)
@@ -410,8 +410,7 @@ static void walk_statfs(fuse_req_t req, fuse_ino_t ino)
 static void walk_init(void *userdata, struct fuse_conn_info *conn)
 {
 	(void)userdata;
-	/* With it O_TRUNC would make the kernel think a command file empty, and a write past that end takes the inode's
-	 * lock for as long as the command works. */
+	/* Truncating while opening would be an open's business; so it is setattr's alone. */
 	conn->want &= ~(unsigned)(FUSE_CAP_ATOMIC_O_TRUNC | FUSE_CAP_READDIRPLUS | FUSE_CAP_READDIRPLUS_AUTO);
 	conn->want |= conn->capable & FUSE_CAP_PARALLEL_DIROPS;
 	/* Reads through splice count as background ones, and may wait for a run. */

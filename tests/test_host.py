@@ -208,6 +208,9 @@ def test_daemon(tmp_path):
 @pytest.mark.timeout(400)
 def test_via_serves_what_a_command_serves(tmp_path):
     """--via 'COMMAND': here another vmenvfs --stdio on this machine, elsewhere ssh."""
+    done = vmenvfs('--stdio', '--state', tmp_path / 'state')  # ends at once: there is nobody on its standard input
+    if done.returncode != 0 and 'no usable /dev/kvm' in done.stderr:
+        pytest.skip('--stdio serves the KVM of this host, and there is none')
     server = Server(command=lambda s: [program('vmenvfs'), '--foreground', '--via',
                                        f'{program("vmenvfs")} --stdio --state {s.state}', str(s.mount)])
     try:

@@ -26,7 +26,7 @@ struct control {
 	struct machine *m;
 	struct loop *loop;
 	struct watch listen, peer; /* fds owned; peer.fd -1: no connection */
-	uint64_t connection;       /* counts connections, so that a late answer knows whose it is */
+	uint64_t connection;       /* counts connections from 1, so that a late answer knows whose it is */
 	STAILQ_HEAD(, outgoing) out;
 	LIST_HEAD(, connecting) connecting;
 	bool quit;
@@ -478,10 +478,21 @@ static void on_listen(struct watch *w, uint32_t events)
 static void on_end(void *arg, enum machine_exit why, const char *sentence)
 {
 	struct control *c = arg;
+	struct connecting *w;
+	struct err e = { 0 };
 
 	c->exit_msg = (struct machine_msg){ .op = MACHINE_EXITED, .count = why };
 	snprintf(c->exit_msg.text, sizeof(c->exit_msg.text), "%s", sentence);
 	c->exited = true;
+	/* The guest will not answer these; the vsock device finds out only in time. */
+	LIST_FOREACH(w, &c->connecting, next) {
+		if (w->connection == c->connection) {
+			err_set(&e, EIO, "the guest has ended");
+			set_status(&w->answer, -EIO, &e);
+			post(c, &w->answer);
+		}
+		w->connection = 0;
+	}
 	post(c, &c->exit_msg);
 }
 

@@ -11,7 +11,7 @@
 int cpuid_supported(const struct kvm *k, struct cpuid *c, struct err *e)
 {
 	memset(c, 0, sizeof(*c));
-	c->head.nent = CPUID_ENTRIES_MAX;
+	c->nent = CPUID_ENTRIES_MAX;
 	if (ioctl(k->fd, KVM_GET_SUPPORTED_CPUID, c) < 0)
 		return err_set(e, errno, "KVM does not say what the processor can do: %s", strerror(errno));
 	return 0;
@@ -19,7 +19,7 @@ int cpuid_supported(const struct kvm *k, struct cpuid *c, struct err *e)
 
 static const struct kvm_cpuid_entry2 *find(const struct cpuid *c, uint32_t function, uint32_t index)
 {
-	for (unsigned i = 0; i < c->head.nent; i++) {
+	for (unsigned i = 0; i < c->nent; i++) {
 		const struct kvm_cpuid_entry2 *x = &c->entry[i];
 
 		if (x->function == function && (x->index == index || !(x->flags & KVM_CPUID_FLAG_SIGNIFCANT_INDEX)))
@@ -129,28 +129,28 @@ static void add_topology(struct cpuid *c, uint32_t function)
 	const struct kvm_cpuid_entry2 *any = NULL;
 	unsigned kept = 0;
 
-	for (unsigned i = 0; i < c->head.nent; i++) {
+	for (unsigned i = 0; i < c->nent; i++) {
 		if (c->entry[i].function == function)
 			any = &c->entry[i];
 		else
 			c->entry[kept++] = c->entry[i];
 	}
 	if (!any || kept + 3 > CPUID_ENTRIES_MAX) {
-		c->head.nent = kept;
+		c->nent = kept;
 		return;
 	}
 	for (uint32_t i = 0; i < 3; i++)
 		c->entry[kept++] = (struct kvm_cpuid_entry2){
 			.function = function, .index = i, .flags = KVM_CPUID_FLAG_SIGNIFCANT_INDEX,
 		};
-	c->head.nent = kept;
+	c->nent = kept;
 }
 
 void cpuid_for_vcpu(const struct kvm *k, struct cpuid *c, unsigned index, unsigned vcpus)
 {
 	add_topology(c, 0xb);
 	add_topology(c, 0x1f);
-	for (unsigned i = 0; i < c->head.nent; i++)
+	for (unsigned i = 0; i < c->nent; i++)
 		adjust(k, &c->entry[i], index, vcpus);
 }
 

@@ -4,16 +4,19 @@
 #define VMM_CPUID_H
 
 #include <linux/kvm.h>
+#include <stddef.h>
 #include <vmenv/util.h>
 
 #include "vm.h"
 
 #define CPUID_ENTRIES_MAX 256u
 
+/* struct kvm_cpuid2, with room for the entries. */
 struct cpuid {
-	struct kvm_cpuid2 head;
+	uint32_t nent, padding;
 	struct kvm_cpuid_entry2 entry[CPUID_ENTRIES_MAX];
 };
+_Static_assert(offsetof(struct cpuid, entry) == sizeof(struct kvm_cpuid2), "as KVM has it");
 
 /* What KVM on this host can show to guests. */
 int cpuid_supported(const struct kvm *k, struct cpuid *c, struct err *e);

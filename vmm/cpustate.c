@@ -8,6 +8,7 @@
 
 #include <asm/kvm.h>
 #include <linux/kvm.h>
+#include <stddef.h>
 #include <sys/ioctl.h>
 
 #include "layout.h"
@@ -21,9 +22,16 @@
 #define KVM_VCPU_TSC_OFFSET 0
 #endif
 
+/* struct kvm_msrs, with room for the entries. */
 struct msr_block {
-	struct kvm_msrs head;
+	uint32_t nmsrs, padding;
 	struct kvm_msr_entry entry[MSRS_MAX];
+};
+_Static_assert(offsetof(struct msr_block, entry) == sizeof(struct kvm_msrs), "as KVM has it");
+
+struct one_msr {
+	uint32_t nmsrs, padding;
+	struct kvm_msr_entry entry;
 };
 
 struct xsave {
@@ -90,7 +98,7 @@ static void msr_order(struct msr_list *l)
 static void fill(struct msr_block *b, const struct msr_list *l, unsigned from)
 {
 	memset(b, 0, sizeof(*b));
-	b->head.nmsrs = l->count - from;
+	b->nmsrs = l->count - from;
 	for (unsigned i = from; i < l->count; i++)
 		b->entry[i - from].index = l->index[i];
 }
@@ -165,7 +173,7 @@ static void fire_lost_deadline(const struct state *s, const struct vcpu *v, stru
 	size_t n = 0;
 	const uint64_t *tsc = state_find(s, STATE_TSC, v->index, &n);
 
-	for (unsigned i = 0; i < b->head.nmsrs; i++)
+	for (unsigned i = 0; i < b->nmsrs; i++)
 		if (b->entry[i].index == MSR_TSC_DEADLINE && b->entry[i].data == 0 && n == sizeof(*tsc))
 			b->entry[i].data = *tsc;
 }
@@ -179,16 +187,17 @@ static int load_msrs(const struct state *s, const struct vcpu *v, struct err *e)
 
 	if (!m || bytes % sizeof(*m) || bytes / sizeof(*m) > MSRS_MAX)
 		return err_set(e, EINVAL, "the saved state is damaged: the MSRs of vCPU %u", v->index);
-	b = malloc(sizeof(b->head) + bytes);
+	b = malloc(offsetof(struct msr_block, entry) + bytes);
 	if (!b)
 		return err_set(e, ENOMEM, "out of memory");
-	b->head = (struct kvm_msrs){ .nmsrs = (uint32_t)(bytes / sizeof(*m)) };
+	b->nmsrs = (uint32_t)(bytes / sizeof(*m));
+	b->padding = 0;
 	memcpy(b->entry, m, bytes);
 	fire_lost_deadline(s, v, b);
 	n = ioctl(v->fd, KVM_SET_MSRS, b);
 	if (n < 0)
 		return refused(v, "MSRs", e);
-	if ((unsigned)n != b->head.nmsrs)
+	if ((unsigned)n != b->nmsrs)
 		return err_set(e, ENOTSUP, "this host's KVM refuses value %#llx of MSR %#x", b->entry[n].data, b->entry[n].index);
 	return 0;
 }
@@ -197,10 +206,7 @@ static int load_msrs(const struct state *s, const struct vcpu *v, struct err *e)
 
 static int tsc_read(const struct vcpu *v, uint64_t *tsc, struct err *e)
 {
-	struct {
-		struct kvm_msrs head;
-		struct kvm_msr_entry entry;
-	} m = { .head.nmsrs = 1, .entry.index = MSR_TSC };
+	struct one_msr m = { .nmsrs = 1, .entry.index = MSR_TSC };
 
 	if (ioctl(v->fd, KVM_GET_MSRS, &m) != 1)
 		return refused(v, "TSC", e);
@@ -236,10 +242,7 @@ static int save_tsc(struct state *s, const struct vcpu *v, unsigned vcpus, struc
 
 static int write_tsc(const struct vcpu *v, uint64_t tsc, struct err *e)
 {
-	struct {
-		struct kvm_msrs head;
-		struct kvm_msr_entry entry;
-	} m = { .head.nmsrs = 1, .entry = { .index = MSR_TSC, .data = tsc } };
+	struct one_msr m = { .nmsrs = 1, .entry = { .index = MSR_TSC, .data = tsc } };
 
 	return ioctl(v->fd, KVM_SET_MSRS, &m) == 1 ? 0 : refused(v, "TSC", e);
 }
@@ -334,10 +337,10 @@ static int save_cpuid(struct state *s, const struct vcpu *v, struct err *e)
 
 	if (!c)
 		return err_set(e, ENOMEM, "out of memory");
-	c->head.nent = CPUID_ENTRIES_MAX;
+	c->nent = CPUID_ENTRIES_MAX;
 	if (ioctl(v->fd, KVM_GET_CPUID2, c) < 0)
 		return refused(v, "CPUID", e);
-	return state_add(s, STATE_CPUID, v->index, c->entry, c->head.nent * sizeof(c->entry[0]), e);
+	return state_add(s, STATE_CPUID, v->index, c->entry, c->nent * sizeof(c->entry[0]), e);
 }
 
 static int load_cpuid(const struct state *s, const struct vcpu *v, struct err *e)
@@ -351,7 +354,8 @@ static int load_cpuid(const struct state *s, const struct vcpu *v, struct err *e
 	c = malloc(sizeof(*c));
 	if (!c)
 		return err_set(e, ENOMEM, "out of memory");
-	c->head = (struct kvm_cpuid2){ .nent = (uint32_t)(bytes / sizeof(*x)) };
+	c->nent = (uint32_t)(bytes / sizeof(*x));
+	c->padding = 0;
 	memcpy(c->entry, x, bytes);
 	return vcpu_set_cpuid(v, c, e);
 }

@@ -29,7 +29,10 @@ static inline bool page_resident(uint64_t entry)
 {
 	return entry >> 63;
 }
-/* Anonymous: in a private file mapping, changed since the file. Bit 61 says file page or shared. */
+/*
+ * Anonymous: in a private file mapping, changed since the file. Bit 61 says file page or shared. (In memory that no file
+ * is behind, the shared zero page, where it was only read, looks the same.)
+ */
 static inline bool page_private(uint64_t entry)
 {
 	return page_there(entry) && !(entry >> 61 & 1);

@@ -54,6 +54,7 @@ struct virtio_ops {
 	/* Event loop: the guest kicked queue q (or it may have; after a restore every queue is kicked once). */
 	void (*kick)(struct virtio *v, unsigned q);
 	void (*reset)(struct virtio *v); /* the guest wrote status 0; queues are cleared after */
+	void (*broke)(struct virtio *v); /* DEVICE_NEEDS_RESET was set, on whatever thread; NULL if of no concern */
 	/* The device's own saved state: plain bytes, fixed size. NULL if none. */
 	void *(*saved)(struct virtio *v, size_t *bytes);
 	/* Event loop, after a restore or fork, saved state in place, before the vCPUs run and before the kicks. */

@@ -66,6 +66,8 @@ void virtio_break(struct virtio *v, const char *why)
 	v->s.status |= VIRTIO_CONFIG_S_NEEDS_RESET;
 	if (v->s.status & VIRTIO_CONFIG_S_DRIVER_OK)
 		interrupt(v, VIRTIO_MMIO_INT_CONFIG);
+	if (v->ops->broke)
+		v->ops->broke(v);
 }
 
 static int broken(struct virtio *v, unsigned q, const char *why)

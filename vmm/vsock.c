@@ -276,6 +276,11 @@ static void vsock_reset(struct virtio *v)
 	vsock_wake(s);
 }
 
+static void vsock_broke(struct virtio *v)
+{
+	vsock_wake((struct vsock *)v); /* its streams end */
+}
+
 static const void *vsock_config(struct virtio *v, size_t *bytes)
 {
 	struct vsock *s = (struct vsock *)v;
@@ -323,6 +328,7 @@ static const struct virtio_ops vsock_ops = {
 	.config = vsock_config,
 	.kick = vsock_kick,
 	.reset = vsock_reset,
+	.broke = vsock_broke,
 	.saved = vsock_saved,
 	.restored = vsock_restored,
 };

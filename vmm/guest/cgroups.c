@@ -46,12 +46,12 @@ void cgroups_limit(struct cgroups *c)
 	if (sysinfo(&si) < 0)
 		return;
 	put(top, "cgroup.subtree_control", "+pids +memory");
-	memory = (uint64_t)si.totalram * si.mem_unit;
+	memory = (uint64_t)(si.freeram + si.bufferram) * si.mem_unit;
 	reserve = MAX(memory / 16, RESERVE_MIN);
 	if (memory > 2 * reserve)
 		put_number(c->parent, "memory.max", memory - reserve);
-	/* Each task costs the kernel some 20 KiB: half of the memory in tasks is a bomb. */
-	pids = MIN(memory / 40960, SANDBOX_PIDS_MAX);
+	/* A task that does nothing costs some 64 KiB. */
+	pids = MIN(memory / 65536, SANDBOX_PIDS_MAX);
 	pids = MAX(pids, 64u);
 	put_number(c->parent, "pids.max", pids);
 	c->pids_max = (uint32_t)(pids / 2);

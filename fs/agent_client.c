@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Trusts: nothing that comes in; the agent's kernel may belong to the guest's user. A frame longer than AGENT_FRAME_MAX,
- * a small frame longer than SMALL_MAX, JSON of another form, a number out of range: the stream ends with a sentence.
+ * Trusts: nothing that comes in; the agent's kernel may belong to the guest's user. A frame longer than
+ * AGENT_FRAME_MAX, a small frame longer than SMALL_MAX, JSON of another form, a number out of range: the stream ends
+ * with a sentence.
  */
 #include "agent_client.h"
 
@@ -140,7 +141,8 @@ static void receive(struct agent *a)
 static void transmit(struct agent *a)
 {
 	while (a->out_start < a->out_end) {
-		ssize_t n = send(a->watch.fd, a->out + a->out_start, a->out_end - a->out_start, MSG_DONTWAIT | MSG_NOSIGNAL);
+		ssize_t n = send(a->watch.fd, a->out + a->out_start, a->out_end - a->out_start,
+				 MSG_DONTWAIT | MSG_NOSIGNAL);
 
 		if (n < 0 && errno == EINTR)
 			continue;
@@ -274,8 +276,8 @@ static int put_data(struct agent *a, const void *bytes, size_t n)
 int agent_send_run(struct agent *a, const struct agent_run *r)
 {
 	AUTO_FREE char *text = NULL;
-	json_t *j = json_pack("{s:I, s:O*, s:I, s:I, s:s, s:s, s:O, s:I, s:I}", "run", (json_int_t)r->number, "argv", r->argv,
-			      "script_bytes", (json_int_t)(r->argv ? 0 : r->script_bytes), "stdin_bytes",
+	json_t *j = json_pack("{s:I, s:O*, s:I, s:I, s:s, s:s, s:O, s:I, s:I}", "run", (json_int_t)r->number, "argv",
+			      r->argv, "script_bytes", (json_int_t)(r->argv ? 0 : r->script_bytes), "stdin_bytes",
 			      (json_int_t)r->input_bytes, "cwd", r->cwd, "user", r->user, "env", r->env, "timeout_ms",
 			      (json_int_t)r->timeout_ms, "output_limit", (json_int_t)r->output_limit);
 	size_t n;

@@ -170,7 +170,8 @@ int awaken_start(struct awaken *a, struct loop *l, struct machine_client *m, con
 		return r;
 	a->active = true;
 	loop_timer(l, &a->deadline, deadline_ms(patience_ms));
-	/* A failure to open the stream is told like a later one; `end` from here would be before our caller is ready. */
+	/* A failure to open the stream is told like a later one; `end` from here would be before our caller is ready.
+	 */
 	loop_timer(l, &a->retry, 0);
 	return 0;
 }

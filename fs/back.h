@@ -143,6 +143,9 @@ void sandbox_move(struct sandbox *s, enum sandbox_state state, const char *reaso
 void sandbox_take_machine(struct sandbox *s, struct machine_client *m);
 void sandbox_release_machine(struct sandbox *s, const char *why);
 void sandbox_save(struct sandbox *s);
+bool sandbox_alive(const struct sandbox *s);
+/* 0, or why nothing can be asked of its machine now. */
+int sandbox_need_machine(struct sandbox *s, struct err *e);
 void sandbox_ttl(struct sandbox *s); /* counts from now */
 void sandboxes_close(struct core *c);
 void birth_abandon(struct birth *b, const struct err *e);

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * A bake: from what was uploaded to a template that machines are forked from. One step after the other, each begun by the
- * end of the one before:
+ * A bake: from what was uploaded to a template that machines are forked from. One step after the other, each begun by
+ * the end of the one before:
  *
- *   import (worker) -> boot -> setup commands -> sync, caches dropped -> warm-up command -> sync -> pause -> digest -> save
- *   -> quit -> fsync (worker) -> zygote -> its digest, which must be the same -> one child that runs a command -> row -> ready
+ *   import (worker) -> boot -> setup commands -> sync, caches dropped -> warm-up command -> sync -> pause -> digest ->
+ * save
+ *   -> quit -> fsync (worker) -> zygote -> its digest, which must be the same -> one child that runs a command -> row
+ * -> ready
  *
  * Caches are dropped before the warm-up, so that what set-up read is not in the image, and not after it: what the first
  * command of a clone touches is then in memory already, and shared by all clones.
@@ -206,9 +208,11 @@ static void fsync_work(struct job *j)
 
 	for (size_t i = 0; i < ARRAY_SIZE(b->files) && b->job_status == 0; i++)
 		if (fsync(b->files[i]) < 0)
-			b->job_status = err_set(&b->job_err, errno, "cannot write the template to disk: %s", strerror(errno));
+			b->job_status = err_set(&b->job_err, errno, "cannot write the template to disk: %s",
+						strerror(errno));
 	if (b->job_status == 0 && fsync(b->t->p->folder) < 0)
-		b->job_status = err_set(&b->job_err, errno, "cannot write the template's folder to disk: %s", strerror(errno));
+		b->job_status = err_set(&b->job_err, errno, "cannot write the template's folder to disk: %s",
+					strerror(errno));
 }
 
 static void settle_work(struct job *j)
@@ -326,9 +330,14 @@ static void command(struct bake *b, const char *script, const char *user, const 
 
 	if (!a)
 		return;
-	r = agent_send_run(a, &(struct agent_run){ .number = ++b->runs, .script = script, .script_bytes = strlen(script),
-						   .cwd = cwd, .user = user, .env = b->t->config.env, .timeout_ms = timeout_ms,
-						   .output_limit = b->t->config.settings.output_limit });
+	r = agent_send_run(a, &(struct agent_run){.number = ++b->runs,
+						  .script = script,
+						  .script_bytes = strlen(script),
+						  .cwd = cwd,
+						  .user = user,
+						  .env = b->t->config.env,
+						  .timeout_ms = timeout_ms,
+						  .output_limit = b->t->config.settings.output_limit});
 	if (r < 0)
 		fail_with(b, -r, "cannot send the command to the guest: %s", strerror(-r));
 }
@@ -482,8 +491,9 @@ static void on_zygote_digest(struct machine_call *call, int status, const struct
 		return;
 	}
 	if (!digest_valid(m->text) || memcmp(m->text, b->digest, 129) != 0) {
-		fail_with(b, EIO, "the template read back is not what was written: memory and disk are %.129s, not %.129s", m->text,
-			  b->digest);
+		fail_with(b, EIO,
+			  "the template read back is not what was written: memory and disk are %.129s, not %.129s",
+			  m->text, b->digest);
 		return;
 	}
 	snprintf(b->digest, sizeof(b->digest), "%.199s", m->text);
@@ -538,7 +548,8 @@ static void on_digest(struct machine_call *call, int status, const struct machin
 	int fd;
 
 	if (status < 0 || !digest_valid(m->text)) {
-		fail_with(b, status < 0 ? -status : EPROTO, "the machine gives no digest: %.380s", status < 0 ? e->text : m->text);
+		fail_with(b, status < 0 ? -status : EPROTO, "the machine gives no digest: %.380s",
+			  status < 0 ? e->text : m->text);
 		return;
 	}
 	snprintf(b->digest, sizeof(b->digest), "%.199s", m->text);
@@ -579,11 +590,11 @@ static void step_pause(struct bake *b, const struct agent_result *r)
 
 static void warmed_up(struct bake *b, const struct agent_result *r)
 {
-	/* 126: there is no such user or folder, so nothing would ever run. 127: a disk may have no shell, and its machines can
-	 * still run what they have by exec.json. */
+	/* 126: there is no such user or folder, so nothing would ever run. 127: a disk may have no shell, and its
+	 * machines can still run what they have by exec.json. */
 	if (r->exit_code == 126) {
-		fail_with(b, EINVAL, "commands cannot run as user '%.63s' in '%.200s': see the log", b->t->config.settings.user,
-			  b->t->config.settings.cwd);
+		fail_with(b, EINVAL, "commands cannot run as user '%.63s' in '%.200s': see the log",
+			  b->t->config.settings.user, b->t->config.settings.cwd);
 		return;
 	}
 	if (r->exit_code)
@@ -603,12 +614,13 @@ static void setup_ran(struct bake *b, const struct agent_result *r)
 	const char *script = json_string_value(json_array_get(b->t->config.setup, b->setup));
 
 	if (r->timed_out) {
-		fail_with(b, ETIMEDOUT, "setup did not end within its %u seconds; it was in '%.200s'", b->t->config.setup_timeout_s,
-			  script);
+		fail_with(b, ETIMEDOUT, "setup did not end within its %u seconds; it was in '%.200s'",
+			  b->t->config.setup_timeout_s, script);
 		return;
 	}
 	if (r->exit_code) {
-		fail_with(b, EINVAL, "setup command '%.200s' failed with exit code %d: see the log", script, r->exit_code);
+		fail_with(b, EINVAL, "setup command '%.200s' failed with exit code %d: see the log", script,
+			  r->exit_code);
 		return;
 	}
 	b->setup++;
@@ -626,8 +638,8 @@ static void setup_next(struct bake *b)
 		return;
 	}
 	if (now >= b->setup_until) {
-		fail_with(b, ETIMEDOUT, "setup did not end within its %u seconds; '%.200s' was next", b->t->config.setup_timeout_s,
-			  script);
+		fail_with(b, ETIMEDOUT, "setup did not end within its %u seconds; '%.200s' was next",
+			  b->t->config.setup_timeout_s, script);
 		return;
 	}
 	template_say(b->t, "setup: %s", script);
@@ -642,14 +654,16 @@ static void on_awake(struct awaken *a, int status, const struct err *e)
 		fail_with(b, -status, "the machine does not boot: %.380s", e->text);
 		return;
 	}
-	template_say(b->t, "booted after %llu ms", (unsigned long long)((now_ns(CLOCK_MONOTONIC) - b->started_ns) / MS));
+	template_say(b->t, "booted after %llu ms",
+		     (unsigned long long)((now_ns(CLOCK_MONOTONIC) - b->started_ns) / MS));
 	b->setup = 0;
 	b->setup_until = deadline_ms(b->t->config.setup_timeout_s * 1000ull);
 	setup_next(b);
 }
 
 /*
- * The version text of a bzImage (Documentation/arch/x86/boot.rst: "HdrS" at 0x202, at 0x20e where the text is, less 0x200).
+ * The version text of a bzImage (Documentation/arch/x86/boot.rst: "HdrS" at 0x202, at 0x20e where the text is, less
+ * 0x200).
  */
 static int kernel_version(const char *path, char **version, struct err *e)
 {
@@ -685,9 +699,15 @@ static int spawn(struct bake *b, const char *kernel, int listening, struct err *
 	if (asprintf(&disk, "%s/disk.img", b->t->p->path) < 0 || asprintf(&image, "%s/memory.img", b->t->p->path) < 0)
 		return err_set(e, ENOMEM, "out of memory");
 	{
-		const char *argv[] = { c->machine, "--control", "3", "--kernel", kernel, "--initrd", c->initrd, "--disk", disk,
-				       "--memory-image", image, "--memory", memory, "--vcpus", vcpus,
-				       *f->cmdline ? "--cmdline" : NULL, f->cmdline, NULL };
+		const char *argv[] = {c->machine, "--control",
+				      "3",	  "--kernel",
+				      kernel,	  "--initrd",
+				      c->initrd,  "--disk",
+				      disk,	  "--memory-image",
+				      image,	  "--memory",
+				      memory,	  "--vcpus",
+				      vcpus,	  *f->cmdline ? "--cmdline" : NULL,
+				      f->cmdline, NULL};
 
 		r = machine_spawn(c->machine, (char *const *)argv, listening, b->t->log_fd, &pid, e);
 	}
@@ -745,7 +765,8 @@ static void on_progress(struct timer *t)
 {
 	struct bake *b = t->arg;
 
-	template_say(b->t, "importing rootfs: %llu of %lld MB", (unsigned long long)(atomic_load(&b->import.done_bytes) >> 20),
+	template_say(b->t, "importing rootfs: %llu of %lld MB",
+		     (unsigned long long)(atomic_load(&b->import.done_bytes) >> 20),
 		     (long long)(b->import_bytes >> 20));
 	loop_timer(b->core->loop, t, deadline_ms(PROGRESS_MS));
 }

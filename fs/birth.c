@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Births: create, fork and reset. All three fork a machine (a template's zygote, or a running one) and bring each child to
- * where its agent takes commands. The children's sockets are made here and connected to before the fork is even asked
- * for, and everything each child is to do waits in them; so the server sleeps until the work is done.
+ * Births: create, fork and reset. All three fork a machine (a template's zygote, or a running one) and bring each child
+ * to where its agent takes commands. The children's sockets are made here and connected to before the fork is even
+ * asked for, and everything each child is to do waits in them; so the server sleeps until the work is done.
  *
  * All or none: the first failure unmakes every child, and what was asked fails with its sentence.
  */
@@ -102,7 +102,7 @@ static void cancel(struct op *op)
 
 static void announce(struct newborn *n)
 {
-	static const char *const names[] = { [BIRTH_CREATE] = "create", [BIRTH_FORK] = "fork", [BIRTH_RESET] = "reset" };
+	static const char *const names[] = {[BIRTH_CREATE] = "create", [BIRTH_FORK] = "fork", [BIRTH_RESET] = "reset"};
 	struct sandbox *s = n->s;
 
 	core_event(s->core, names[n->birth->kind], s->name,
@@ -268,7 +268,9 @@ static void on_deadline(struct timer *t)
 	struct birth *b = t->arg;
 	struct err e = { 0 };
 
-	err_set(&e, ETIMEDOUT, b->forked ? "%u of %u machines did not start in time" : "the machine was not forked in time: %u of %u wait",
+	err_set(&e, ETIMEDOUT,
+		b->forked ? "%u of %u machines did not start in time"
+			  : "the machine was not forked in time: %u of %u wait",
 		b->count - b->ready, b->count);
 	birth_abandon(b, &e);
 }
@@ -366,8 +368,10 @@ static int check_names(struct core *c, const char *name, unsigned count, struct 
 	char text[NAME_LIMIT + 16];
 
 	if (!name_valid(name, strlen(name)))
-		return err_set(e, EINVAL, "'%.80s' cannot be a sandbox's name: letters, digits, and . _ - after the first, at most %d",
-			       name, NAME_LIMIT);
+		return err_set(
+			e, EINVAL,
+			"'%.80s' cannot be a sandbox's name: letters, digits, and . _ - after the first, at most %d",
+			name, NAME_LIMIT);
 	if (count > MACHINE_FORK_MAX)
 		return err_set(e, EINVAL, "count must be between 1 and %u, not %u", MACHINE_FORK_MAX, count);
 	for (unsigned i = 0; i < MAX(count, 1u); i++) {
@@ -403,13 +407,14 @@ static int find_template(struct core *c, const char *source, struct template **t
 	const char *name = strncmp(source, "templates/", 10) == 0 ? source + 10 : source;
 
 	if (strncmp(source, "snapshots/", 10) == 0)
-		return err_set(e, ENOENT, "there is no snapshot %.80s: snapshots are not supported in this version", source + 10);
+		return err_set(e, ENOENT, "there is no snapshot %.80s: snapshots are not supported in this version",
+			       source + 10);
 	*t = template_find(c, name);
 	if (!*t)
 		return err_set(e, ENOENT, "there is no template %.80s", name);
 	if ((*t)->state != TEMPLATE_READY)
-		return err_set(e, EBUSY, "template %s is %s, not ready%s%.300s", name, template_state_names[(*t)->state],
-			       (*t)->reason[0] ? ": " : "", (*t)->reason);
+		return err_set(e, EBUSY, "template %s is %s, not ready%s%.300s", name,
+			       template_state_names[(*t)->state], (*t)->reason[0] ? ": " : "", (*t)->reason);
 	return 0;
 }
 

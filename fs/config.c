@@ -93,12 +93,14 @@ static int take_env(struct config *c, const char *key, const json_t *v, struct e
 	if (!json_is_object(v))
 		return err_set(e, EINVAL, "config: %s must be an object of strings, not %s", key, type_name(v));
 	if (json_object_size(v) > ENV_MAX)
-		return err_set(e, EINVAL, "config: %s has %zu variables, more than %d", key, json_object_size(v), ENV_MAX);
+		return err_set(e, EINVAL, "config: %s has %zu variables, more than %d", key, json_object_size(v),
+			       ENV_MAX);
 	json_object_foreach((json_t *)v, name, value) {
 		if (!*name || strchr(name, '='))
 			return err_set(e, EINVAL, "config: %s: '%.80s' cannot be a variable's name", key, name);
 		if (!json_is_string(value))
-			return err_set(e, EINVAL, "config: %s: %.80s must be a string, not %s", key, name, type_name(value));
+			return err_set(e, EINVAL, "config: %s: %.80s must be a string, not %s", key, name,
+				       type_name(value));
 		if (json_object_set(c->env, name, value) < 0)
 			return err_set(e, ENOMEM, "out of memory");
 	}
@@ -113,10 +115,10 @@ static int take_setup(struct config *c, const char *key, const json_t *v, struct
 	if (!json_is_array(v))
 		return err_set(e, EINVAL, "config: %s must be an array of commands, not %s", key, type_name(v));
 	if (json_array_size(v) > SETUP_MAX)
-		return err_set(e, EINVAL, "config: %s has %zu commands, more than %d", key, json_array_size(v), SETUP_MAX);
-	json_array_foreach((json_t *)v, i, command)
-		if (!json_is_string(command))
-			return err_set(e, EINVAL, "config: %s[%zu] must be a string, not %s", key, i, type_name(command));
+		return err_set(e, EINVAL, "config: %s has %zu commands, more than %d", key, json_array_size(v),
+			       SETUP_MAX);
+	json_array_foreach((json_t *)v, i, command) if (!json_is_string(command)) return err_set(
+		e, EINVAL, "config: %s[%zu] must be a string, not %s", key, i, type_name(command));
 	json_decref(c->setup);
 	c->setup = json_deep_copy(v);
 	return c->setup ? 0 : err_set(e, ENOMEM, "out of memory");
@@ -183,7 +185,8 @@ static int take_clock(struct config *c, const char *key, const json_t *v, struct
 	time_t t;
 
 	if (!s)
-		return err_set(e, EINVAL, "config: %s must be \"resync\", \"frozen\" or a time, not %s", key, type_name(v));
+		return err_set(e, EINVAL, "config: %s must be \"resync\", \"frozen\" or a time, not %s", key,
+			       type_name(v));
 	if (strcmp(s, "resync") == 0) {
 		c->clock = CLOCK_RESYNC;
 		return 0;
@@ -194,8 +197,10 @@ static int take_clock(struct config *c, const char *key, const json_t *v, struct
 	}
 	if (sscanf(s, "%4d-%2d-%2dT%2d:%2d:%2dZ%n", &tm.tm_year, &tm.tm_mon, &tm.tm_mday, &tm.tm_hour, &tm.tm_min,
 		   &tm.tm_sec, &end) != 6 || end != 20 || s[20])
-		return err_set(e, EINVAL, "config: %s must be \"resync\", \"frozen\" or like \"2026-01-01T00:00:00Z\", not '%.80s'",
-			       key, s);
+		return err_set(
+			e, EINVAL,
+			"config: %s must be \"resync\", \"frozen\" or like \"2026-01-01T00:00:00Z\", not '%.80s'", key,
+			s);
 	tm.tm_year -= 1900;
 	tm.tm_mon -= 1;
 	check = tm;
@@ -222,7 +227,8 @@ static int take_network(struct config *c, const char *key, const json_t *v, stru
 	if (!mode)
 		return err_set(e, EINVAL, "config: %s must have a \"mode\", a string", key);
 	if (strcmp(mode, "none") != 0)
-		return err_set(e, EINVAL, "config: %s mode '%.80s' is not supported in this version: only \"none\" is", key, mode);
+		return err_set(e, EINVAL, "config: %s mode '%.80s' is not supported in this version: only \"none\" is",
+			       key, mode);
 	json_object_foreach((json_t *)v, k, value)
 		if (strcmp(k, "mode") != 0)
 			return err_set(e, EINVAL, "config: %s: unknown key '%.80s'", key, k);
@@ -270,9 +276,14 @@ static const struct config_key {
 static int defaults(struct config *c, struct err *e)
 {
 	*c = (struct config){
-		.vcpus = 1, .memory_mb = 256, .disk_mb = 1024, .setup_timeout_s = 900,
-		.settings = { .ttl_ms = 900000, .timeout_ms = 60000, .output_limit = 67108864, .user = "root", .cwd = "/" },
-		.env = json_object(), .setup = json_array(),
+		.vcpus = 1,
+		.memory_mb = 256,
+		.disk_mb = 1024,
+		.setup_timeout_s = 900,
+		.settings =
+			{.ttl_ms = 900000, .timeout_ms = 60000, .output_limit = 67108864, .user = "root", .cwd = "/"},
+		.env = json_object(),
+		.setup = json_array(),
 	};
 	if (!c->env || !c->setup)
 		return err_set(e, ENOMEM, "out of memory");
@@ -299,7 +310,8 @@ static int take_all(struct config *c, const char *text, size_t n, struct err *e)
 
 	root = json_loadb(text, n, JSON_REJECT_DUPLICATES, &je);
 	if (!root)
-		return err_set(e, EINVAL, "config: not JSON: %.160s at line %d, column %d", je.text, je.line, je.column);
+		return err_set(e, EINVAL, "config: not JSON: %.160s at line %d, column %d", je.text, je.line,
+			       je.column);
 	if (!json_is_object(root))
 		r = err_set(e, EINVAL, "config: must be one JSON object, not %s", type_name(root));
 	else

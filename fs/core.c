@@ -120,7 +120,8 @@ void op_wait(struct op **list, struct op *op)
 	op->cancel = wait_cancel;
 }
 
-int object_init(struct core *c, struct object *o, enum kind kind, void *self, void (*free_it)(struct object *o), struct err *e)
+int object_init(struct core *c, struct object *o, enum kind kind, void *self, void (*free_it)(struct object *o),
+		struct err *e)
 {
 	o->id = store_id(c->store);
 	if (!o->id)
@@ -270,9 +271,11 @@ int core_admit(struct core *c, unsigned n, struct err *e)
 	uint64_t need = MEMORY_RESERVE_KB + (uint64_t)n * MEMORY_PER_MACHINE_KB;
 
 	if (have && have < need)
-		return err_set(e, ENOMEM, "%u more machine%s would need %llu MB of memory, %llu MB of it a reserve; the host has %llu MB",
-			       n, n == 1 ? "" : "s", (unsigned long long)(need >> 10),
-			       (unsigned long long)(MEMORY_RESERVE_KB >> 10), (unsigned long long)(have >> 10));
+		return err_set(
+			e, ENOMEM,
+			"%u more machine%s would need %llu MB of memory, %llu MB of it a reserve; the host has %llu MB",
+			n, n == 1 ? "" : "s", (unsigned long long)(need >> 10),
+			(unsigned long long)(MEMORY_RESERVE_KB >> 10), (unsigned long long)(have >> 10));
 	/* Until the next look these are counted as taken. */
 	c->available_kb -= MIN(have, (uint64_t)n * MEMORY_PER_MACHINE_KB);
 	return 0;
@@ -315,9 +318,11 @@ char *core_stats(struct core *c)
 	n = asprintf(&text,
 		     "templates %u\ntemplates_ready %u\nsandboxes %u\nsandboxes_creating %u\nsandboxes_running %u\n"
 		     "sandboxes_frozen %u\nsandboxes_dead %u\nruns_running %u\nruns_kept %u\ncreates_total %llu\n"
-		     "create_failures_total %llu\nforks_total %llu\nfork_failures_total %llu\nresets_total %llu\nkills_total %llu\n"
+		     "create_failures_total %llu\nforks_total %llu\nfork_failures_total %llu\nresets_total "
+		     "%llu\nkills_total %llu\n"
 		     "expired_total %llu\ndeaths_total %llu\nruns_total %llu\nmachine_processes %u\nopen_files %u\n"
-		     "state_files %u\nserver_rss_kb %llu\nserver_threads %llu\nmemory_available_kb %llu\nuptime_seconds %llu\n",
+		     "state_files %u\nserver_rss_kb %llu\nserver_threads %llu\nmemory_available_kb "
+		     "%llu\nuptime_seconds %llu\n",
 		     templates, ready, state[0] + state[1] + state[2] + state[3] + state[4], state[SANDBOX_CREATING],
 		     state[SANDBOX_RUNNING], state[SANDBOX_FROZEN], state[SANDBOX_DEAD], runs, kept,
 		     (unsigned long long)c->count.creates, (unsigned long long)c->count.create_failures,
@@ -473,7 +478,8 @@ int core_open(const struct core_options *o, struct loop *l, struct core **out, s
 	if (!c)
 		return err_set(e, ENOMEM, "out of memory");
 	raise_limits();
-	/* A machine whose parent has ended becomes our child, to be reaped, wherever the system's init does not see to that. */
+	/* A machine whose parent has ended becomes our child, to be reaped, wherever the system's init does not see to
+	 * that. */
 	prctl(PR_SET_CHILD_SUBREAPER, 1);
 	c->state_fd = c->lock_fd = c->templates_fd = c->consoles_fd = c->outputs_fd = c->machines.folder = -1;
 	c->loop = c->machines.loop = l;

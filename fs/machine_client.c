@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Trusts: nothing in an answer but its form. A machine process may be in the hands of its guest, so messages of the wrong
- * size end the connection, descriptors that come along are closed, unknown ids are ignored.
+ * Trusts: nothing in an answer but its form. A machine process may be in the hands of its guest, so messages of the
+ * wrong size end the connection, descriptors that come along are closed, unknown ids are ignored.
  */
 #include "machine_client.h"
 
@@ -122,7 +122,8 @@ static void process_gone(struct machine_client *c)
 		close(c->process.fd);
 	}
 	if (c->pid)
-		waitpid(c->pid, NULL, WNOHANG); /* not ours unless started here, or its parent went first: see core_open */
+		waitpid(c->pid, NULL,
+			WNOHANG); /* not ours unless started here, or its parent went first: see core_open */
 	socket_unlink(c->machines, c->id);
 	for (p = &c->machines->list; *p != c; p = &(*p)->next)
 		;
@@ -139,8 +140,8 @@ static void kill_now(struct timer *t)
 
 	if (c->process.fd >= 0)
 		pidfd_send_signal(c->process.fd, SIGKILL, NULL, 0);
-	/* Without a pid the process has not looked at its socket yet: what it finds there first is MACHINE_QUIT, and the
-	 * connection is kept until it does or until nobody can any more. */
+	/* Without a pid the process has not looked at its socket yet: what it finds there first is MACHINE_QUIT, and
+	 * the connection is kept until it does or until nobody can any more. */
 	loop_timer(c->machines->loop, t, now_ns(CLOCK_MONOTONIC) + KILL_AFTER_MS * 1000000ull);
 }
 
@@ -185,13 +186,14 @@ static void describe_exit(struct machine_client *c)
 {
 	siginfo_t si = { 0 };
 
-	if (!c->child || c->sentence[0] || waitid(P_PID, (id_t)c->pid, &si, WEXITED | WNOHANG | WNOWAIT) < 0 || !si.si_pid)
+	if (!c->child || c->sentence[0] || waitid(P_PID, (id_t)c->pid, &si, WEXITED | WNOHANG | WNOWAIT) < 0 ||
+	    !si.si_pid)
 		return;
 	if (si.si_code == CLD_EXITED)
 		snprintf(c->sentence, sizeof(c->sentence), "the machine process ended with exit code %d", si.si_status);
 	else
-		snprintf(c->sentence, sizeof(c->sentence), "the machine process was killed by signal %d (%s)", si.si_status,
-			 strsignal(si.si_status));
+		snprintf(c->sentence, sizeof(c->sentence), "the machine process was killed by signal %d (%s)",
+			 si.si_status, strsignal(si.si_status));
 }
 
 static void socket_ready(struct watch *w, uint32_t events);
@@ -248,7 +250,8 @@ static bool greet(struct machine_client *c, const struct machine_msg *m, pid_t p
 	c->hello = true;
 	c->hello_ns = now_ns(CLOCK_MONOTONIC);
 	if (!c->pid && pid > 0) {
-		/* The pid was right when the message was sent, and is while the connection stands: so look at that last. */
+		/* The pid was right when the message was sent, and is while the connection stands: so look at that
+		 * last. */
 		c->pid = pid;
 		if (watch_process(c) < 0 || recv(c->socket.fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0) {
 			if (c->process.fd >= 0) {
@@ -289,7 +292,8 @@ static ssize_t receive(struct machine_client *c, struct machine_msg *m, pid_t *p
 		char bytes[CMSG_SPACE(sizeof(struct ucred)) + CMSG_SPACE(16 * sizeof(int))];
 	} control;
 	struct iovec iov = { m, sizeof(*m) };
-	struct msghdr h = { .msg_iov = &iov, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control) };
+	struct msghdr h = {
+		.msg_iov = &iov, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
 	ssize_t n = recvmsg(c->socket.fd, &h, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
 
 	*pid = 0;
@@ -439,8 +443,8 @@ static void flush(struct machine_client *c)
 	want_output(c, c->out != NULL);
 }
 
-static int enqueue(struct machine_client *c, uint32_t id, uint32_t op, uint32_t count, const void *text, size_t text_bytes,
-		   const int *fds, unsigned nfds)
+static int enqueue(struct machine_client *c, uint32_t id, uint32_t op, uint32_t count, const void *text,
+		   size_t text_bytes, const int *fds, unsigned nfds)
 {
 	struct outgoing *o = calloc(1, sizeof(*o) + nfds * sizeof(int));
 
@@ -557,8 +561,8 @@ void machines_close(struct machines *s)
 		machine_quit(c);
 		flush(c);
 	}
-	/* A machine that was forked into an unanswered connection gets its end of file when its parent's process is gone:
-	 * so those without a process come last, after the others were made to end. */
+	/* A machine that was forked into an unanswered connection gets its end of file when its parent's process is
+	 * gone: so those without a process come last, after the others were made to end. */
 	for (int pass = 0; pass < 2; pass++) {
 		for (c = s->list; c; c = c->next) {
 			if ((c->process.fd >= 0) != (pass == 0))

@@ -16,8 +16,10 @@ static int make(struct sandbox *s, const char *key, struct metadata **out, struc
 	unsigned n = 0;
 
 	if (!name_valid(key, strlen(key)))
-		return err_set(e, EINVAL, "'%.80s' cannot be a metadata key: letters, digits, and . _ - after the first, at most %d",
-			       key, NAME_LIMIT);
+		return err_set(
+			e, EINVAL,
+			"'%.80s' cannot be a metadata key: letters, digits, and . _ - after the first, at most %d", key,
+			NAME_LIMIT);
 	for (p = &s->metadata; *p; p = &(*p)->next)
 		n++;
 	if (n >= METADATA_KEYS_MAX)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * What an earlier server left: machines that outlived it, by the names of their sockets, and rows and files of sandboxes.
- * The machines are ended and the rows removed. (To go on with a sandbox would mean to connect to its machine, which is in its
- * row, instead of asking it to quit: nothing else is needed of the earlier server.)
+ * What an earlier server left: machines that outlived it, by the names of their sockets, and rows and files of
+ * sandboxes. The machines are ended and the rows removed. (To go on with a sandbox would mean to connect to its
+ * machine, which is in its row, instead of asking it to quit: nothing else is needed of the earlier server.)
  */
 #include "back.h"
 
@@ -86,7 +86,7 @@ int recover(struct core *c, struct err *e)
 	folder_clear(c->consoles_fd);
 	folder_clear(c->outputs_fd);
 	if (living || removed)
-		core_event(c, "recovered", NULL, json_pack("{s:i, s:i}", "machines_ended", (int)living, "sandboxes_removed",
-							   (int)removed));
+		core_event(c, "recovered", NULL,
+			   json_pack("{s:i, s:i}", "machines_ended", (int)living, "sandboxes_removed", (int)removed));
 	return 0;
 }

@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 #include <vmenv/loop.h>
 
+#include "interrupt.h"
 #include "relay_table.h"
 
 #define PAYLOAD_MAX (16u << 20)            /* of one message, whatever is negotiated */
@@ -18,10 +19,17 @@
 #define BURST 64                           /* messages taken from the kernel in one go */
 #define PING_UNIQUE (1ull << 62)           /* the kernel counts from 0 */
 #define SECOND 1000000000ull
+#define DOUBT (SECOND / 10)                /* how often an interrupt that may be none is looked at again */
 
 struct bytes {
 	char *data;
 	size_t first, end, room; /* data[first..end) is there */
+};
+
+/* A FUSE_INTERRUPT that is kept back: see interrupt.h. Only we are where the process that waits can be seen. */
+struct doubt {
+	struct fuse_in_header header;
+	struct fuse_interrupt_in interrupt;
 };
 
 enum phase {
@@ -46,6 +54,9 @@ struct relay {
 	struct upstream upstream; /* pid 0: none */
 	struct bytes to, from;    /* towards the server; of the server, not yet a whole message */
 	struct table table;       /* pending requests and handles */
+	struct doubt *doubts;
+	size_t doubt_count, doubt_room;
+	struct timer doubt;
 
 	char init[512]; /* the kernel's FUSE_INIT */
 	size_t init_bytes;
@@ -434,11 +445,55 @@ static void aside_ready(struct watch *w, uint32_t events)
 		r->backend->aside(r->backend);
 }
 
+/* Looks again at all that are kept back: those whose request is answered are dropped, those that are meant go on. */
+static void doubt_fire(struct timer *t)
+{
+	struct relay *r = t->arg;
+	size_t kept = 0;
+
+	for (size_t i = 0; i < r->doubt_count; i++) {
+		const struct request *q = table_find(&r->table, r->doubts[i].interrupt.unique);
+
+		if (q && !interrupt_meant((pid_t)q->thread))
+			r->doubts[kept++] = r->doubts[i];
+		else if (q && r->phase == PHASE_UP)
+			send_upstream(r, &r->doubts[i], sizeof(r->doubts[i]));
+	}
+	r->doubt_count = kept;
+	if (kept)
+		loop_timer(r->loop, t, now_ns(CLOCK_MONOTONIC) + DOUBT);
+	watches_update(r);
+}
+
+/* True if the interrupt is not meant, and kept back. */
+static bool doubt_keep(struct relay *r, const struct doubt *d)
+{
+	const struct request *q = table_find(&r->table, d->interrupt.unique);
+
+	if (!q || interrupt_meant((pid_t)q->thread))
+		return false;
+	if (r->doubt_count == r->doubt_room) {
+		size_t room = r->doubt_room ? r->doubt_room * 2 : 16;
+		struct doubt *more = reallocarray(r->doubts, room, sizeof(*more));
+
+		if (!more)
+			return false;
+		r->doubts = more;
+		r->doubt_room = room;
+	}
+	r->doubts[r->doubt_count++] = *d;
+	if (r->doubt_count == 1) {
+		r->doubt = (struct timer){ .fire = doubt_fire, .arg = r };
+		loop_timer(r->loop, &r->doubt, now_ns(CLOCK_MONOTONIC) + DOUBT);
+	}
+	return true;
+}
+
 /* One message of the kernel, at the end of r->to, where it stays unless it is answered here. */
 static int from_kernel(struct relay *r, char *message, size_t n, bool *keep)
 {
 	struct fuse_in_header *h = (void *)message;
-	struct request q = { h->unique, h->opcode, 0 };
+	struct request q = { h->unique, h->opcode, h->pid, 0 };
 	int error;
 
 	*keep = true;
@@ -459,9 +514,11 @@ static int from_kernel(struct relay *r, char *message, size_t n, bool *keep)
 	switch (h->opcode) {
 	case FUSE_FORGET:
 	case FUSE_BATCH_FORGET:
-	case FUSE_INTERRUPT:
 	case FUSE_NOTIFY_REPLY:
 		return 0; /* not answered */
+	case FUSE_INTERRUPT:
+		*keep = n < sizeof(struct doubt) || !doubt_keep(r, (const struct doubt *)message);
+		return 0;
 	}
 	if (table_push(&r->table, &q) == 0)
 		return 0;
@@ -640,6 +697,7 @@ int relay_run(const struct host_options *o, struct backend *b, struct err *e)
 		close(r->signals);
 	loop_free(r->loop);
 	table_free(&r->table);
+	free(r->doubts);
 	free(r->to.data);
 	free(r->from.data);
 	return ret;

@@ -81,6 +81,14 @@ bool table_take(struct table *t, uint64_t unique, struct request *q)
 	return false;
 }
 
+const struct request *table_find(const struct table *t, uint64_t unique)
+{
+	for (uint32_t place = *bucket((struct table *)t, unique); place != NONE; place = t->requests[place].next)
+		if (t->requests[place].unique == unique)
+			return &t->requests[place];
+	return NULL;
+}
+
 bool table_pop(struct table *t, struct request *q)
 {
 	for (unsigned n = 0; t->buckets && n < BUCKETS; n++)

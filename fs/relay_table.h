@@ -11,7 +11,8 @@
 struct request {
 	uint64_t unique;
 	uint32_t opcode;
-	uint32_t next; /* the table's */
+	uint32_t thread; /* that waits for the answer */
+	uint32_t next;   /* the table's */
 };
 
 /* Our number for an open file is its place in the table plus one. */
@@ -33,6 +34,8 @@ bool table_full(const struct table *t);
 int table_push(struct table *t, const struct request *q); /* 0 or -ENOMEM */
 /* Takes the request of that number out. False: there is none. */
 bool table_take(struct table *t, uint64_t unique, struct request *q);
+/* The request of that number, until the table changes; NULL: there is none. */
+const struct request *table_find(const struct table *t, uint64_t unique);
 /* Takes any out. */
 bool table_pop(struct table *t, struct request *q);
 

@@ -2,9 +2,9 @@
 /*
  * Runs: a stream to the guest's agent each, its output to files as it arrives, its end.
  *
- * A stream that breaks is attached to again by the run's number; offsets say what is there already. What the guest says is
- * not believed: output past the limit is cut, and a run that does not end at its deadline has ended all the same, for
- * everyone who waits; what is left of it in the guest is the reaper's.
+ * A stream that breaks is attached to again by the run's number; offsets say what is there already. What the guest says
+ * is not believed: output past the limit is cut, and a run that does not end at its deadline has ended all the same,
+ * for everyone who waits; what is left of it in the guest is the reaper's.
  */
 #include "back.h"
 
@@ -15,7 +15,6 @@
 #define RETRY_MS 50u
 #define ATTEMPTS 60u
 #define ACK_BYTES 65536u
-#define LIMIT_SLACK 65536u
 #define ARGV_MAX (1u << 19)
 #define RECENT 4 /* ended runs whose files stay open */
 
@@ -40,140 +39,6 @@ struct run *run_by_id(struct core *c, uint64_t id)
 bool run_going(const struct run *r)
 {
 	return r->state == RUN_STARTING || r->state == RUN_RUNNING;
-}
-
-/* ---- what is stored ---- */
-
-static void output_name(const struct output *o, char name[24])
-{
-	snprintf(name, 24, "%llu", (unsigned long long)o->id);
-}
-
-static int output_new(struct core *c, struct output **out, int *fd, struct err *e)
-{
-	struct output *o = calloc(1, sizeof(*o));
-	char name[24];
-
-	if (!o)
-		return err_set(e, ENOMEM, "out of memory");
-	o->core = c;
-	o->references = 1;
-	o->id = store_id(c->store);
-	output_name(o, name);
-	*fd = o->id ? openat(c->outputs_fd, name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600) : -1;
-	if (*fd < 0) {
-		free(o);
-		return err_set(e, errno, "cannot make a file for a run's output: %s", strerror(errno));
-	}
-	*out = o;
-	return 0;
-}
-
-static void output_put(struct output *o)
-{
-	char name[24];
-
-	if (!o || --o->references)
-		return;
-	output_name(o, name);
-	unlinkat(o->core->outputs_fd, name, 0);
-	free(o);
-}
-
-void run_share_output(struct run *to, struct run *from)
-{
-	for (int w = 0; w < 2; w++) {
-		to->stored[w] = from->stored[w];
-		to->printed[w] = from->printed[w];
-		to->truncated[w] = from->truncated[w];
-		to->p->have[w] = from->p->have[w];
-		to->p->output[w] = from->p->output[w];
-		if (to->p->output[w])
-			to->p->output[w]->references++;
-	}
-}
-
-int run_output_fd(struct run *r, enum stream which)
-{
-	struct output *o = r->p->output[which];
-	char name[24];
-
-	if (r->output_fd[which] >= 0)
-		return r->output_fd[which];
-	if (!o)
-		return -ENOENT;
-	output_name(o, name);
-	r->output_fd[which] = openat(o->core->outputs_fd, name, O_RDWR | O_CLOEXEC);
-	return r->output_fd[which] < 0 ? -errno : r->output_fd[which];
-}
-
-static void close_outputs(struct run *r)
-{
-	for (int w = 0; w < 2; w++) {
-		if (r->output_fd[w] >= 0)
-			close(r->output_fd[w]);
-		r->output_fd[w] = -1;
-	}
-}
-
-/* Shows what is in the file to readers: nothing of it before a fork's beginning has been copied. */
-void run_publish(struct run *r, enum stream w)
-{
-	if (r->p->copying[w] || r->stored[w] == r->p->have[w])
-		return;
-	r->stored[w] = r->p->have[w];
-	r->object.changed_ns = now_ns(CLOCK_REALTIME);
-	if (r->grown)
-		r->grown(r, w);
-}
-
-int run_need_file(struct run *r, enum stream w, struct err *e)
-{
-	int fd;
-
-	if (r->p->output[w]) {
-		fd = run_output_fd(r, w);
-		return fd < 0 ? err_set(e, -fd, "cannot open a run's output: %s", strerror(-fd)) : 0;
-	}
-	return output_new(r->sandbox->core, &r->p->output[w], &r->output_fd[w], e);
-}
-
-static int store_bytes(struct run *r, enum stream w, const uint8_t *bytes, uint64_t n, struct err *e)
-{
-	struct run_private *p = r->p;
-	uint64_t at = p->got[w], room = p->limit + LIMIT_SLACK, done = 0;
-	int status;
-
-	p->got[w] += n;
-	if (p->got[w] <= p->have[w])
-		return 0; /* sent again after an attach */
-	if (at < p->have[w]) {
-		done = p->have[w] - at;
-	}
-	if (at + done >= room) {
-		r->truncated[w] = true;
-		return 0;
-	}
-	if (at + n > room) {
-		n = room - at;
-		r->truncated[w] = true;
-	}
-	status = run_need_file(r, w, e);
-	if (status < 0)
-		return status;
-	while (done < n) {
-		ssize_t k = pwrite(r->output_fd[w], bytes + done, n - done, (off_t)(at + done));
-
-		if (k < 0 && errno == EINTR)
-			continue;
-		if (k < 0)
-			return err_set(e, errno, "cannot store the output of run %llu: %s", (unsigned long long)r->number,
-				       strerror(errno));
-		done += (uint64_t)k;
-	}
-	p->have[w] = at + n;
-	run_publish(r, w);
-	return 0;
 }
 
 /* ---- the object ---- */
@@ -213,7 +78,7 @@ static void run_free(struct object *o)
 	struct run *r = (struct run *)o;
 	struct run_private *p = r->p;
 
-	close_outputs(r);
+	run_close_outputs(r);
 	for (int w = 0; w < 2; w++) {
 		output_put(p->output[w]);
 		if (p->prefix_fd[w] >= 0)
@@ -288,7 +153,7 @@ static void tidy(struct sandbox *s)
 			continue;
 		oldest = r;
 		if (++ended > RECENT && r->object.references == 0)
-			close_outputs(r);
+			run_close_outputs(r);
 	}
 	if (all > RUNS_KEPT && oldest) {
 		store_run_remove(s->core->store, s->object.id, oldest->number, NULL);
@@ -358,10 +223,10 @@ void run_end(struct run *r, enum run_state state, int status, const struct err *
 	object_changed(&s->object);
 	s->running--;
 	save(r);
-	core_event(c, "run", s->name, json_pack("{s:I, s:s, s:o, s:f}", "run", (json_int_t)r->number, "state",
-						run_state_names[state], "exit_code",
-						state == RUN_LOST ? json_null() : json_integer(r->exit_code), "duration_ms",
-						(double)(r->duration_ns / 1000) / 1000.0));
+	core_event(c, "run", s->name,
+		   json_pack("{s:I, s:s, s:o, s:f}", "run", (json_int_t)r->number, "state", run_state_names[state],
+			     "exit_code", state == RUN_LOST ? json_null() : json_integer(r->exit_code), "duration_ms",
+			     (double)(r->duration_ns / 1000) / 1000.0));
 	for (int w = 0; w < 2; w++)
 		if (r->grown)
 			r->grown(r, (enum stream)w);
@@ -435,8 +300,8 @@ static void on_timer(struct timer *t)
 	else if (r->state == RUN_RUNNING)
 		cut_off(r, RUN_TIMEOUT);
 	else
-		run_lost(r, ETIMEDOUT, "the guest's agent did not start run %llu within %u seconds", (unsigned long long)r->number,
-			 START_MS / 1000);
+		run_lost(r, ETIMEDOUT, "the guest's agent did not start run %llu within %u seconds",
+			 (unsigned long long)r->number, START_MS / 1000);
 }
 
 /* ---- the stream ---- */
@@ -543,7 +408,7 @@ static void on_output(struct agent *a, unsigned which, const uint8_t *bytes, uin
 		run_lost(r, EIO, "the guest's agent sent output of a run that it had not started");
 		return;
 	}
-	if (store_bytes(r, (enum stream)which, bytes, n, &e) < 0) {
+	if (run_store(r, (enum stream)which, bytes, n, &e) < 0) {
 		struct agent *rest = steal_ptr(&p->agent);
 
 		agent_send_signal(rest, SIGKILL);
@@ -639,7 +504,9 @@ static int check_strings(const json_t *j, const char *what, struct err *e)
 	} else if (json_is_object(j)) {
 		json_object_foreach((json_t *)j, key, v) {
 			if (!*key || strchr(key, '=') || !json_is_string(v))
-				return err_set(e, EINVAL, "%s: '%.80s' must be a variable's name, and its value a string", what, key);
+				return err_set(e, EINVAL,
+					       "%s: '%.80s' must be a variable's name, and its value a string", what,
+					       key);
 			bytes += strlen(key) + json_string_length(v) + 2;
 		}
 	} else {
@@ -657,7 +524,8 @@ static int check_request(struct sandbox *s, const struct run_request *q, struct 
 	if (s->state == SANDBOX_DEAD)
 		return err_set(e, EIO, "sandbox %s is dead: %.380s", s->name, s->reason);
 	if (s->state != SANDBOX_RUNNING)
-		return err_set(e, EBUSY, "sandbox %s is %s: commands need it running", s->name, sandbox_state_names[s->state]);
+		return err_set(e, EBUSY, "sandbox %s is %s: commands need it running", s->name,
+			       sandbox_state_names[s->state]);
 	if (s->p->change)
 		return err_set(e, EBUSY, "sandbox %s is being frozen", s->name);
 	if (s->running >= AGENT_RUNS_MAX)

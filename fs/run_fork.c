@@ -4,8 +4,9 @@
  * the child's agent is attached to by the run's number and says from which offset its output follows; what came before
  * is the parent's too, and is copied from there.
  *
- * What the parent's side knows of a run at the instant of the fork may be older than what is in the child: the run may have
- * ended and been released between the two. Then the child's agent does not know it, and its result is the parent's.
+ * What the parent's side knows of a run at the instant of the fork may be older than what is in the child: the run may
+ * have ended and been released between the two. Then the child's agent does not know it, and its result is the
+ * parent's.
  */
 #include "run_private.h"
 
@@ -161,7 +162,8 @@ static int copy_bytes(int from, int to, uint64_t bytes, struct err *e)
 		if (n <= 0)
 			return err_set(e, n < 0 ? errno : EIO, "the beginning of a run's output cannot be read");
 		if (pwrite(to, buffer, (size_t)n, (off_t)at) != n)
-			return err_set(e, errno, "the beginning of a run's output cannot be copied: %s", strerror(errno));
+			return err_set(e, errno, "the beginning of a run's output cannot be copied: %s",
+				       strerror(errno));
 		at += (uint64_t)n;
 	}
 	return 0;

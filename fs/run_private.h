@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What run.c, run_fork.c and reaper.c share. */
+/* What run.c, run_output.c, run_fork.c and reaper.c share. */
 #ifndef FS_RUN_PRIVATE_H
 #define FS_RUN_PRIVATE_H
 
@@ -45,9 +45,6 @@ bool run_going(const struct run *r);
 struct run *run_new(struct sandbox *s, uint64_t number, struct shared_text *text, size_t text_bytes, struct err *e);
 void run_list(struct run *r);
 void run_drop(struct run *r);
-void run_share_output(struct run *to, struct run *from);
-int run_need_file(struct run *r, enum stream w, struct err *e);
-void run_publish(struct run *r, enum stream w);
 void run_end(struct run *r, enum run_state state, int status, const struct err *e);
 void run_lost(struct run *r, int code, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 int run_attach(struct run *r, struct err *e);
@@ -55,6 +52,14 @@ void run_finish_if_due(struct run *r);
 void link_close(struct run *r);
 void attach_settled(struct run *r);
 struct shared_text *shared_text_new(const void *bytes, size_t n);
+
+/* run_output.c */
+void output_put(struct output *o);
+void run_share_output(struct run *to, struct run *from);
+int run_need_file(struct run *r, enum stream w, struct err *e);
+void run_publish(struct run *r, enum stream w);
+int run_store(struct run *r, enum stream w, const uint8_t *bytes, uint64_t n, struct err *e);
+void run_close_outputs(struct run *r);
 
 /* run_fork.c: the agent of a fork goes on from `offsets`: what came before is in the parent's files. */
 int run_copy_beginning(struct run *r, const uint64_t offsets[2], struct err *e);

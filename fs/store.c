@@ -5,8 +5,8 @@
 
 #define SCHEMA 1
 #define COMMIT_AFTER_NS 200000000ull
-/* Ids are given out from a range that was made durable first; a start takes a new range, so that nothing lost in a crash of
- * the host can bring one back. */
+/* Ids are given out from a range that was made durable first; a start takes a new range, so that nothing lost in a
+ * crash of the host can bring one back. */
 #define ID_RANGE (1ull << 20)
 
 enum statement {
@@ -15,19 +15,24 @@ enum statement {
 };
 
 static const char *const sql[STATEMENTS] = {
-	[TEMPLATE_PUT] = "INSERT INTO template (id, name, state, reason, config, kernel, digest, rootfs_kind, baked_ns, bake_ms,"
-			 " changed_ns) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11) ON CONFLICT (id) DO UPDATE SET"
-			 " name = ?2, state = ?3, reason = ?4, config = ?5, kernel = ?6, digest = ?7, rootfs_kind = ?8,"
-			 " baked_ns = ?9, bake_ms = ?10, changed_ns = ?11",
+	[TEMPLATE_PUT] =
+		"INSERT INTO template (id, name, state, reason, config, kernel, digest, rootfs_kind, baked_ns, bake_ms,"
+		" changed_ns) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11) ON CONFLICT (id) DO UPDATE SET"
+		" name = ?2, state = ?3, reason = ?4, config = ?5, kernel = ?6, digest = ?7, rootfs_kind = ?8,"
+		" baked_ns = ?9, bake_ms = ?10, changed_ns = ?11",
 	[TEMPLATE_DELETE] = "DELETE FROM template WHERE id = ?1",
-	[TEMPLATE_ALL] = "SELECT id, name, state, reason, config, kernel, digest, rootfs_kind, baked_ns, bake_ms, changed_ns"
-			 " FROM template ORDER BY id",
-	[SANDBOX_PUT] = "INSERT INTO sandbox (id, name, template, parent, machine, state, reason, created_ns, expires_ns)"
-			" VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9) ON CONFLICT (id) DO UPDATE SET"
-			" machine = ?5, state = ?6, reason = ?7, expires_ns = ?9",
+	[TEMPLATE_ALL] =
+		"SELECT id, name, state, reason, config, kernel, digest, rootfs_kind, baked_ns, bake_ms, changed_ns"
+		" FROM template ORDER BY id",
+	[SANDBOX_PUT] =
+		"INSERT INTO sandbox (id, name, template, parent, machine, state, reason, created_ns, expires_ns)"
+		" VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9) ON CONFLICT (id) DO UPDATE SET"
+		" machine = ?5, state = ?6, reason = ?7, expires_ns = ?9",
 	[SANDBOX_DELETE] = "DELETE FROM sandbox WHERE id = ?1",
-	[SANDBOX_ALL] = "SELECT id, name, template, parent, machine, state, reason, created_ns, expires_ns FROM sandbox ORDER BY id",
-	[RUN_PUT] = "INSERT OR REPLACE INTO run (sandbox, number, state, exit_code, signal, duration_ns, stdout_id, stderr_id,"
+	[SANDBOX_ALL] = "SELECT id, name, template, parent, machine, state, reason, created_ns, expires_ns FROM "
+			"sandbox ORDER BY id",
+	[RUN_PUT] = "INSERT OR REPLACE INTO run (sandbox, number, state, exit_code, signal, duration_ns, stdout_id, "
+		    "stderr_id,"
 		    " stdout_stored, stderr_stored, stdout_printed, stderr_printed)"
 		    " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)",
 	[RUN_DELETE] = "DELETE FROM run WHERE sandbox = ?1 AND number = ?2",
@@ -38,10 +43,12 @@ static const char *const sql[STATEMENTS] = {
 
 static const char schema[] =
 	"CREATE TABLE counter (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;"
-	"CREATE TABLE template (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, state TEXT NOT NULL, reason TEXT NOT NULL,"
+	"CREATE TABLE template (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, state TEXT NOT NULL, reason TEXT "
+	"NOT NULL,"
 	" config TEXT NOT NULL, kernel TEXT NOT NULL, digest TEXT NOT NULL, rootfs_kind TEXT NOT NULL,"
 	" baked_ns INTEGER NOT NULL, bake_ms INTEGER NOT NULL, changed_ns INTEGER NOT NULL);"
-	"CREATE TABLE sandbox (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, template INTEGER NOT NULL, parent TEXT NOT NULL,"
+	"CREATE TABLE sandbox (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, template INTEGER NOT NULL, parent "
+	"TEXT NOT NULL,"
 	" machine INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL, created_ns INTEGER NOT NULL,"
 	" expires_ns INTEGER NOT NULL);"
 	"CREATE TABLE run (sandbox INTEGER NOT NULL REFERENCES sandbox (id) ON DELETE CASCADE, number INTEGER NOT NULL,"
@@ -147,7 +154,8 @@ static int check_schema(struct store *s, struct err *e)
 	if (version == SCHEMA)
 		return 0;
 	if (version != 0)
-		return err_set(e, EINVAL, "the store is of version %d, this vmenvfs is for version %d", version, SCHEMA);
+		return err_set(e, EINVAL, "the store is of version %d, this vmenvfs is for version %d", version,
+			       SCHEMA);
 	r = run(s, "BEGIN IMMEDIATE", e);
 	if (r == 0)
 		r = run(s, schema, e);
@@ -179,7 +187,8 @@ static int reserve_ids(struct store *s, struct err *e)
 static int prepare(struct store *s, struct err *e)
 {
 	for (int i = 0; i < STATEMENTS; i++)
-		if (sqlite3_prepare_v3(s->db, sql[i], -1, SQLITE_PREPARE_PERSISTENT, &s->statements[i], NULL) != SQLITE_OK)
+		if (sqlite3_prepare_v3(s->db, sql[i], -1, SQLITE_PREPARE_PERSISTENT, &s->statements[i], NULL) !=
+		    SQLITE_OK)
 			return failed(s, e);
 	return 0;
 }
@@ -188,7 +197,8 @@ static int open_all(struct store *s, const char *path, struct err *e)
 {
 	int r;
 
-	if (sqlite3_open_v2(path, &s->db, SQLITE_OPEN_READWRITE | SQLITE_OPEN_CREATE | SQLITE_OPEN_NOMUTEX, NULL) != SQLITE_OK)
+	if (sqlite3_open_v2(path, &s->db, SQLITE_OPEN_READWRITE | SQLITE_OPEN_CREATE | SQLITE_OPEN_NOMUTEX, NULL) !=
+	    SQLITE_OK)
 		return s->db ? failed(s, e) : err_set(e, ENOMEM, "out of memory");
 	sqlite3_busy_timeout(s->db, 5000);
 	/* NORMAL: a commit is a write without an fsync, so it does not hold up the loop; store_settle does the rest. */
@@ -253,7 +263,8 @@ int store_settle(const char *path, struct err *e)
 	}
 	sqlite3_busy_timeout(s.db, 5000);
 	/* PASSIVE never makes the server's own connection wait; it syncs the log before it copies. */
-	r = sqlite3_wal_checkpoint_v2(s.db, NULL, SQLITE_CHECKPOINT_PASSIVE, NULL, NULL) == SQLITE_OK ? 0 : failed(&s, e);
+	r = sqlite3_wal_checkpoint_v2(s.db, NULL, SQLITE_CHECKPOINT_PASSIVE, NULL, NULL) == SQLITE_OK ? 0
+												      : failed(&s, e);
 	sqlite3_close(s.db);
 	return r;
 }
@@ -307,10 +318,17 @@ int store_templates(struct store *s, int (*each)(void *arg, const struct store_t
 
 	while ((status = sqlite3_step(q)) == SQLITE_ROW && r == 0) {
 		struct store_template t = {
-			.id = (uint64_t)sqlite3_column_int64(q, 0), .name = text_of(q, 1), .state = text_of(q, 2),
-			.reason = text_of(q, 3), .config = text_of(q, 4), .kernel = text_of(q, 5), .digest = text_of(q, 6),
-			.rootfs_kind = text_of(q, 7), .baked_ns = sqlite3_column_int64(q, 8),
-			.bake_ms = sqlite3_column_int64(q, 9), .changed_ns = sqlite3_column_int64(q, 10),
+			.id = (uint64_t)sqlite3_column_int64(q, 0),
+			.name = text_of(q, 1),
+			.state = text_of(q, 2),
+			.reason = text_of(q, 3),
+			.config = text_of(q, 4),
+			.kernel = text_of(q, 5),
+			.digest = text_of(q, 6),
+			.rootfs_kind = text_of(q, 7),
+			.baked_ns = sqlite3_column_int64(q, 8),
+			.bake_ms = sqlite3_column_int64(q, 9),
+			.changed_ns = sqlite3_column_int64(q, 10),
 		};
 
 		r = each(arg, &t);
@@ -352,10 +370,15 @@ int store_sandboxes(struct store *s, int (*each)(void *arg, const struct store_s
 
 	while ((status = sqlite3_step(q)) == SQLITE_ROW && r == 0) {
 		struct store_sandbox b = {
-			.id = (uint64_t)sqlite3_column_int64(q, 0), .name = text_of(q, 1),
-			.template = (uint64_t)sqlite3_column_int64(q, 2), .parent = text_of(q, 3),
-			.machine = (uint64_t)sqlite3_column_int64(q, 4), .state = text_of(q, 5), .reason = text_of(q, 6),
-			.created_ns = sqlite3_column_int64(q, 7), .expires_ns = sqlite3_column_int64(q, 8),
+			.id = (uint64_t)sqlite3_column_int64(q, 0),
+			.name = text_of(q, 1),
+			.template = (uint64_t)sqlite3_column_int64(q, 2),
+			.parent = text_of(q, 3),
+			.machine = (uint64_t)sqlite3_column_int64(q, 4),
+			.state = text_of(q, 5),
+			.reason = text_of(q, 6),
+			.created_ns = sqlite3_column_int64(q, 7),
+			.expires_ns = sqlite3_column_int64(q, 8),
 		};
 
 		r = each(arg, &b);

@@ -111,10 +111,19 @@ int template_save(struct template *t, struct err *e)
 {
 	struct template_private *p = t->p;
 
-	return store_template_put(t->core->store, &(struct store_template){
-		.id = t->object.id, .name = t->name, .state = template_state_names[t->state], .reason = t->reason,
-		.config = t->config_text, .kernel = p->kernel_version, .digest = p->digest, .rootfs_kind = p->rootfs_kind,
-		.baked_ns = p->baked_ns, .bake_ms = p->bake_ms, .changed_ns = (int64_t)t->object.changed_ns }, e);
+	return store_template_put(t->core->store,
+				  &(struct store_template){.id = t->object.id,
+							   .name = t->name,
+							   .state = template_state_names[t->state],
+							   .reason = t->reason,
+							   .config = t->config_text,
+							   .kernel = p->kernel_version,
+							   .digest = p->digest,
+							   .rootfs_kind = p->rootfs_kind,
+							   .baked_ns = p->baked_ns,
+							   .bake_ms = p->bake_ms,
+							   .changed_ns = (int64_t)t->object.changed_ns},
+				  e);
 }
 
 int template_move(struct template *t, enum template_state state, const char *reason, struct err *e)
@@ -147,8 +156,10 @@ int template_make(struct core *c, const char *name, struct template **out, struc
 	int r;
 
 	if (!name_valid(name, strlen(name)))
-		return err_set(e, EINVAL, "'%.80s' cannot be a template's name: letters, digits, and . _ - after the first, at most %d",
-			       name, NAME_LIMIT);
+		return err_set(
+			e, EINVAL,
+			"'%.80s' cannot be a template's name: letters, digits, and . _ - after the first, at most %d",
+			name, NAME_LIMIT);
 	for (t = c->templates; t; t = t->next, n++)
 		if (strcmp(t->name, name) == 0)
 			return err_set(e, EEXIST, "there is a template %s already", name);
@@ -198,7 +209,8 @@ int template_remove(struct template *t, struct err *e)
 	if (t->state == TEMPLATE_BAKING || t->p->bake)
 		return err_set(e, EBUSY, "template %s is baking", t->name);
 	if (t->users)
-		return err_set(e, EBUSY, "%u sandbox%s alive came from template %s", t->users, t->users == 1 ? "" : "es", t->name);
+		return err_set(e, EBUSY, "%u sandbox%s alive came from template %s", t->users,
+			       t->users == 1 ? "" : "es", t->name);
 	/* The row first: files without a row are removed at the next start, a row without files would be a lie. */
 	r = store_template_remove(c->store, t->object.id, e);
 	if (r < 0)
@@ -296,15 +308,17 @@ static void add_digests(json_t *j, const char *digest)
 	char memory[65], disk[65], state[65];
 
 	if (digest && sscanf(digest, "%64s %64s %64s", memory, disk, state) == 3)
-		json_object_set_new(j, "digests", json_pack("{s:s, s:s, s:s}", "memory", memory, "disk", disk, "state", state));
+		json_object_set_new(j, "digests",
+				    json_pack("{s:s, s:s, s:s}", "memory", memory, "disk", disk, "state", state));
 }
 
 char *template_info(struct template *t)
 {
 	struct template_private *p = t->p;
-	json_t *j = json_pack("{s:I, s:s, s:s, s:i, s:I, s:I, s:i}", "id", (json_int_t)t->object.id, "name", t->name, "state",
-			      template_state_names[t->state], "vcpus", (int)t->config.vcpus, "memory_mb",
-			      (json_int_t)t->config.memory_mb, "disk_mb", (json_int_t)t->config.disk_mb, "sandboxes", (int)t->users);
+	json_t *j = json_pack("{s:I, s:s, s:s, s:i, s:I, s:I, s:i}", "id", (json_int_t)t->object.id, "name", t->name,
+			      "state", template_state_names[t->state], "vcpus", (int)t->config.vcpus, "memory_mb",
+			      (json_int_t)t->config.memory_mb, "disk_mb", (json_int_t)t->config.disk_mb, "sandboxes",
+			      (int)t->users);
 	json_t *sizes = json_object();
 	char *text, *line = NULL, time[32];
 	time_t baked = (time_t)(p->baked_ns / 1000000000);
@@ -386,7 +400,8 @@ static void zygote_ended(struct machine_client *m, const char *sentence)
 		template_last_line(t, line, sizeof(line));
 	template_say(t, "the template's machine ended: %s", sentence);
 	/* Those who wait for a fork of it are told by their call, which has failed with this sentence. */
-	core_event(t->core, "zygote-ended", NULL, json_pack("{s:s, s:s, s:s}", "template", t->name, "reason", sentence, "log", line));
+	core_event(t->core, "zygote-ended", NULL,
+		   json_pack("{s:s, s:s, s:s}", "template", t->name, "reason", sentence, "log", line));
 }
 
 static int zygote_start(struct template *t, struct err *e)
@@ -402,8 +417,8 @@ static int zygote_start(struct template *t, struct err *e)
 	int r;
 
 	if (p->zygote_started[last] && now - p->zygote_started[last] < ZYGOTE_STARTS_WITHIN_S * 1000 * MS)
-		return err_set(e, EIO, "the machine of template %s has ended %zu times within %d seconds: see its log", t->name,
-			       last + 1, ZYGOTE_STARTS_WITHIN_S);
+		return err_set(e, EIO, "the machine of template %s has ended %zu times within %d seconds: see its log",
+			       t->name, last + 1, ZYGOTE_STARTS_WITHIN_S);
 	if (asprintf(&state, "%s/state", p->path) < 0 || asprintf(&memory, "%s/memory.img", p->path) < 0 ||
 	    asprintf(&disk, "%s/disk.img", p->path) < 0)
 		return err_set(e, ENOMEM, "out of memory");

@@ -73,10 +73,11 @@ static void e820_add(struct boot_params *p, uint64_t start, uint64_t end, uint32
 	memcpy(&p->e820_table[p->e820_entries++], &entry, sizeof(entry));
 }
 
-static int load_kernel(const struct memory *m, const char *path, struct boot_params *p, uint64_t *start, struct err *e)
+static int load_kernel(const struct memory *m, const char *path, struct boot_params *p, uint64_t *start, uint64_t *end,
+		       struct err *e)
 {
 	struct setup_header *h = &p->hdr;
-	uint64_t bytes, setup, align, end;
+	uint64_t bytes, setup, align;
 	AUTO_CLOSE int fd = open_sized(path, &bytes, e);
 	uint8_t head[HEADER_END];
 	size_t header;
@@ -106,10 +107,10 @@ static int load_kernel(const struct memory *m, const char *path, struct boot_par
 	if (align & (align - 1))
 		return err_set(e, EINVAL, "%s wants an impossible alignment", path);
 	*start = h->pref_address >= HIGH_RAM_START ? h->pref_address : 0x1000000;
-	end = *start + MAX((uint64_t)h->init_size, bytes - setup);
-	if (*start % align || end < *start || end > low_ram_end(m))
+	*end = *start + MAX((uint64_t)h->init_size, bytes - setup);
+	if (*start % align || *end < *start || *end > low_ram_end(m))
 		return err_set(e, ENOMEM, "%llu MB of memory are too little for this kernel, which needs %llu MB to start",
-			       (unsigned long long)(m->ram_bytes >> 20), (unsigned long long)((end + 0xfffff) >> 20));
+			       (unsigned long long)(m->ram_bytes >> 20), (unsigned long long)((*end + 0xfffff) >> 20));
 	return read_into(path, fd, memory_at(m, *start, bytes - setup), bytes - setup, setup, e);
 }
 
@@ -175,14 +176,14 @@ int boot_load(const struct memory *m, const char *kernel, const char *initrd, co
 {
 	AUTO_FREE struct boot_params *p = calloc(1, sizeof(*p));
 	size_t cmdline_bytes = strlen(cmdline) + 1;
-	uint64_t start = 0, limit;
+	uint64_t start = 0, end = 0, limit;
 	int r;
 
 	if (!p)
 		return err_set(e, ENOMEM, "out of memory");
 	if (m->ram_bytes < 16u << 20)
 		return err_set(e, EINVAL, "a machine needs at least 16 MB of memory");
-	r = load_kernel(m, kernel, p, &start, e);
+	r = load_kernel(m, kernel, p, &start, &end, e);
 	if (r < 0)
 		return r;
 	limit = p->hdr.cmdline_size ? p->hdr.cmdline_size : 255;
@@ -190,7 +191,7 @@ int boot_load(const struct memory *m, const char *kernel, const char *initrd, co
 		return err_set(e, EINVAL, "the kernel's command line is longer than %llu bytes",
 			       (unsigned long long)MIN(limit, BOOT_CMDLINE_MAX - 1));
 	if (initrd) {
-		r = load_initrd(m, initrd, p, start + p->hdr.init_size, e);
+		r = load_initrd(m, initrd, p, end, e);
 		if (r < 0)
 			return r;
 	}

@@ -201,7 +201,8 @@ static bool do_fork(struct control *c, const struct machine_msg *q, struct fds *
 	int r;
 
 	if (q->count < 1 || q->count > MACHINE_FORK_MAX || f->count != q->count) {
-		r = err_set(&e, EINVAL, "a fork of %u needs as many sockets, 1 to %u; %u came", q->count, MACHINE_FORK_MAX, f->count);
+		r = err_set(&e, EINVAL, "a fork of %u needs as many sockets, 1 to %u; %u came", q->count, MACHINE_FORK_MAX,
+			    f->count);
 		set_status(a, r, &e);
 		return true;
 	}

@@ -29,7 +29,7 @@ struct piece {
 	uint64_t bytes, offset; /* offset in the file */
 	bool known;             /* what is mapped here is known: anonymous memory if fd is -1 */
 	int fd;
-	uint64_t data, hole;    /* file offsets: [data, hole) holds data, and nothing does before `data` from the last look on */
+	uint64_t data, hole;    /* of the file: from the last look on there is nothing before `data`, and data up to `hole` */
 };
 
 struct walk {

@@ -41,6 +41,7 @@ int machine_capture(struct machine *m, struct err *e)
 /* In the child, first thing: nothing of the parent's KVM, event loop and connections is left. */
 static int become_child(struct machine *m, struct err *e)
 {
+	m->of_zygote = m->vm.fd < 0;
 	crew_forked(&m->crew);
 	vm_close(&m->vm);
 	devices_forked(&m->devices);
@@ -51,6 +52,7 @@ static int become_child(struct machine *m, struct err *e)
 	serial_keep(&m->devices.serial, true);
 	close(m->notice_fd);
 	loop_forked(m->loop);
+	workset_forked(&m->workset);
 	m->state = MACHINE_PAUSED;
 	m->restored = true;
 	m->stood_clock = 0;
@@ -143,6 +145,10 @@ int machine_fork(struct machine *m, unsigned count, unsigned *child, uint64_t *s
 	if (pipe2(report, O_CLOEXEC) < 0)
 		return err_set(e, errno, "cannot make a pipe: %s", strerror(errno));
 	trace(&m->trace, "asked to fork");
+	if (running)
+		workset_stop(&m->workset);
+	else if (m->vm.fd < 0)
+		workset_apply(&m->workset);
 	start = now_ns(CLOCK_MONOTONIC);
 	if (running)
 		machine_stand(m);

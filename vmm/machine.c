@@ -260,6 +260,10 @@ int machine_build(struct machine *m, struct err *e)
 	if (r == 0)
 		r = cpustate_load(&m->saved, &m->kvm, &m->vm, m->crew.vcpu, m->vcpus, e);
 	trace(&m->trace, "state loaded");
+	if (r == 0) {
+		workset_prefault(&m->workset, &m->memory, &m->crew.vcpu[0]);
+		trace(&m->trace, "working set mapped");
+	}
 	if (r == 0)
 		r = devices_connect(&m->devices, &m->vm, e);
 	trace(&m->trace, "devices connected");
@@ -281,6 +285,8 @@ static int restore(struct machine *m, const struct machine_options *o, struct er
 	if (r == 0)
 		r = cpustate_msrs_of(&m->saved, &m->msrs, e);
 	m->saved_valid = m->restored = true;
+	if (r == 0 && m->kvm.pre_fault)
+		workset_init(&m->workset, m->loop, &m->ram, &m->disk);
 	return r;
 }
 
@@ -355,6 +361,7 @@ int machine_new(const struct machine_options *o, struct loop *l, struct machine 
 	trace_start(&m->trace);
 	m->loop = l;
 	m->state = MACHINE_PAUSED;
+	m->workset.uffd = -1;
 	m->kvm.fd = m->vm.fd = m->console_fd = m->notice_fd = -1;
 	m->bus = (struct bus){ &m->devices, devices_in, devices_out, devices_read, devices_write, devices_end };
 	crew_init(&m->crew, &m->bus);
@@ -374,6 +381,7 @@ void machine_free(struct machine *m)
 	if (!m)
 		return;
 	crew_close(&m->crew);
+	workset_free(&m->workset);
 	devices_free(&m->devices);
 	vm_close(&m->vm);
 	machine_console_output(m, -1);
@@ -453,9 +461,12 @@ int machine_resume(struct machine *m, struct err *e)
 	trace(&m->trace, "asked to resume");
 	if (m->vm.fd < 0)
 		r = machine_build(m, e);
-	if (r == 0 && m->restored)
+	if (r == 0 && m->restored) {
+		if (m->of_zygote)
+			workset_record(&m->workset); /* first: it drops pages that differ from the files */
 		devices_restored(&m->devices);
-	else if (r == 0)
+	}
+	if (r == 0)
 		r = go_on_from_pause(m, e);
 	if (r < 0)
 		return r;
@@ -473,6 +484,7 @@ int machine_pause(struct machine *m, struct err *e)
 	if (m->state == MACHINE_PAUSED)
 		return 0;
 	if (m->state == MACHINE_RUNNING) {
+		workset_stop(&m->workset);
 		machine_stand(m);
 		m->state = MACHINE_PAUSED;
 	}

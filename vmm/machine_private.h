@@ -10,6 +10,7 @@
 #include "mapping.h"
 #include "trace.h"
 #include "vcpu.h"
+#include "workset.h"
 
 /*
  * Where a machine's CPU and device state is: in KVM (`vm.fd` >= 0), in `saved`, or in both and equal (`saved_valid`: it
@@ -52,6 +53,8 @@ struct machine {
 	} ending;
 	machine_ended *ended;
 	void *ended_arg;
+	struct workset workset;
+	bool of_zygote; /* forked from a machine that never ran */
 	struct trace trace;
 };
 

@@ -114,7 +114,6 @@ void mapping_populate(const struct mapping *m, const char *path)
 {
 	AUTO_CLOSE int fd = open(path, O_RDONLY | O_CLOEXEC);
 	off_t at = 0, end;
-	volatile uint8_t *page = m->at;
 
 	while (fd >= 0 && (at = lseek(fd, at, SEEK_DATA)) >= 0 && (uint64_t)at < m->bytes) {
 		end = lseek(fd, at, SEEK_HOLE);
@@ -126,6 +125,13 @@ void mapping_populate(const struct mapping *m, const char *path)
 		madvise(m->at + at, (size_t)(end - at), MADV_POPULATE_READ);
 		at = end;
 	}
+	mapping_own(m);
+}
+
+void mapping_own(const struct mapping *m)
+{
+	volatile uint8_t *page = m->at;
+
 	*page = *page;
 }
 

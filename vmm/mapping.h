@@ -44,6 +44,8 @@ void mapping_close(struct mapping *m);
  * private file mapping only when there is an anonymous page in it, and children that find them full do not fault.
  */
 void mapping_populate(const struct mapping *m, const char *path);
+/* Only the second half of that. */
+void mapping_own(const struct mapping *m);
 
 /*
  * SIGBUS in one of the mappings puts a zero page there, so that whoever touched it can go on, and signals `notice_fd`.

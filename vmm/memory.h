@@ -17,7 +17,7 @@ struct memory {
 	uint64_t disk_bytes, disk_gpa;
 };
 
-/* The host address of [gpa, gpa + len) if all of it is RAM, or all disk, and contiguous there; NULL otherwise. len 0 is NULL. */
+/* The host address of [gpa, gpa + len) if all of it is RAM, or all disk, and contiguous there; otherwise, and for len 0, NULL. */
 void *memory_at(const struct memory *m, uint64_t gpa, uint64_t len);
 
 #endif

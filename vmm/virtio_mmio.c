@@ -114,8 +114,8 @@ static void write_status(struct virtio *v, uint32_t value)
 {
 	uint32_t added;
 
-	value &= VIRTIO_CONFIG_S_ACKNOWLEDGE | VIRTIO_CONFIG_S_DRIVER | VIRTIO_CONFIG_S_DRIVER_OK | VIRTIO_CONFIG_S_FEATURES_OK |
-		 VIRTIO_CONFIG_S_FAILED;
+	value &= VIRTIO_CONFIG_S_ACKNOWLEDGE | VIRTIO_CONFIG_S_DRIVER | VIRTIO_CONFIG_S_DRIVER_OK |
+		 VIRTIO_CONFIG_S_FEATURES_OK | VIRTIO_CONFIG_S_FAILED;
 	if (value == 0) {
 		reset(v);
 		return;

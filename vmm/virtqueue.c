@@ -24,9 +24,10 @@ struct rings {
 /* False if the queue is not to be touched. */
 static bool rings_of(struct virtio *v, unsigned q, struct rings *r)
 {
+	uint32_t up = v->s.status & (VIRTIO_CONFIG_S_DRIVER_OK | VIRTIO_CONFIG_S_NEEDS_RESET);
 	struct virtqueue *vq;
 
-	if (q >= VIRTIO_QUEUES_MAX || !(v->s.status & VIRTIO_CONFIG_S_DRIVER_OK) || (v->s.status & VIRTIO_CONFIG_S_NEEDS_RESET))
+	if (q >= VIRTIO_QUEUES_MAX || up != VIRTIO_CONFIG_S_DRIVER_OK)
 		return false;
 	vq = &v->s.queue[q];
 	if (!vq->ready || vq->broken)

@@ -385,7 +385,8 @@ struct virtio *vsock_virtio(struct vsock *s)
 	return &s->v;
 }
 
-void vsock_connect(struct vsock *s, uint32_t port, int fd, unsigned timeout_ms, void (*done)(void *arg, int status), void *arg)
+void vsock_connect(struct vsock *s, uint32_t port, int fd, unsigned timeout_ms,
+		   void (*done)(void *arg, int status), void *arg)
 {
 	struct stream *st;
 

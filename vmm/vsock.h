@@ -19,11 +19,13 @@ void vsock_free(struct vsock *s);
 struct virtio *vsock_virtio(struct vsock *s);
 
 /*
- * Opens a stream to guest `port` carried by `fd` (a stream socket, made non-blocking; taken over, success or not). Event
- * loop. `done` is called once: 0, -ECONNREFUSED, -ETIMEDOUT (timeout_ms), -EIO (device not up, machine being torn down),
- * -EMFILE (VSOCK_STREAMS_MAX). It may be called before vsock_connect returns. Before the guest's driver is up, or while it has not yet taken a transport reset, requests wait.
+ * Opens a stream to guest `port` carried by `fd` (a stream socket; taken over, success or not). Event loop. `done` is
+ * called once, perhaps before vsock_connect returns: 0, -ECONNREFUSED, -ETIMEDOUT (timeout_ms), -EIO (device broken or
+ * being torn down), -EMFILE (VSOCK_STREAMS_MAX). Before the guest's driver is up, or while it has not yet taken a
+ * transport reset, or while the device holds still, requests wait.
  */
-void vsock_connect(struct vsock *s, uint32_t port, int fd, unsigned timeout_ms, void (*done)(void *arg, int status), void *arg);
+void vsock_connect(struct vsock *s, uint32_t port, int fd, unsigned timeout_ms,
+		   void (*done)(void *arg, int status), void *arg);
 
 /*
  * At a pause, vCPUs parked, event loop: takes what the guest has sent, then holds still: until vsock_go nothing touches

@@ -127,7 +127,7 @@ static unsigned gather(struct vsock *s, unsigned want, uint32_t limit, size_t *c
 	return chains;
 }
 
-/* One read of a stream's socket into `want` chains. Returns the chains filled; 0: nothing was there, or the queue is empty. */
+/* One read of a stream's socket into `want` chains. Returns the chains filled; 0: nothing there, or the queue is empty. */
 static unsigned read_host(struct stream *st, unsigned want, bool *filled)
 {
 	struct vsock *s = st->s;
@@ -311,8 +311,11 @@ void vsock_take_tx(struct vsock *s)
 	s->tx_left = false;
 	virtqueue_kicks(&s->v, TX, false); /* no need of more kicks while at it */
 	for (n = 0; n < TURN_CHAINS && !(s->v.s.status & VIRTIO_CONFIG_S_NEEDS_RESET); n++) {
-		if (virtqueue_take(&s->v, TX, c) != 1 && (!virtqueue_kicks(&s->v, TX, true) || virtqueue_take(&s->v, TX, c) != 1))
-			break;
+		if (virtqueue_take(&s->v, TX, c) != 1) {
+			/* Empty, it seems: ask for kicks again, and look once more. */
+			if (!virtqueue_kicks(&s->v, TX, true) || virtqueue_take(&s->v, TX, c) != 1)
+				break;
+		}
 		take_packet(s, c);
 		virtqueue_give(&s->v, TX, c, 0);
 		s->tx_given++;

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Drives vmenv-machine over its control socket, with vsock_guest in it, on a host with KVM:
- *   machine_drive MACHINE KERNEL INITRD DIR [quick | speed]
- * quick: small amounts; speed: only the measures of streams. Prints what it measured, and exits with 0 if everything was as vmenv/machine.h says.
+ * Drives vmenv-machine over its control socket, on a host with KVM:
+ *   machine-drive MACHINE KERNEL INITRD DIR [quick | speed]
+ * INITRD has vsock-guest as /init and the kernel's modules virtio_ring, virtio, virtio_mmio, vsock, and the virtio vsock
+ * transport's two as /modules/1-..., /modules/2-... DIR is for sockets and images. quick: small amounts; speed: only the
+ * measures of streams. Prints what it measured; exits with 0 if everything was as vmenv/machine.h says.
  */
 #include <assert.h>
 #include <poll.h>
@@ -92,7 +94,7 @@ static uint32_t ask(struct peer *p, struct machine_msg q, const int *fds, unsign
 
 		m.msg_control = &control;
 		m.msg_controllen = CMSG_SPACE(sizeof(int) * count);
-		*h = (struct cmsghdr){ .cmsg_len = CMSG_LEN(sizeof(int) * count), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS };
+		*h = (struct cmsghdr){ CMSG_LEN(sizeof(int) * count), SOL_SOCKET, SCM_RIGHTS };
 		memcpy(CMSG_DATA(h), fds, sizeof(int) * count);
 	}
 	CHECK(sendmsg(p->fd, &m, MSG_NOSIGNAL) == sizeof(q));
@@ -487,7 +489,8 @@ static void template(char **argv, const char *memory, const char *state, bool qu
 	fds[0] = listen_at("grandchild");
 	a = call(&c[0], (struct machine_msg){ .op = MACHINE_FORK, .count = 1 }, fds, 1);
 	CHECK(a.status == 0);
-	printf("fork of a running machine: stood still %.2f ms, %.2f in all\n", (double)a.value[0] / 1e6, (double)a.value[1] / 1e6);
+	printf("fork of a running machine: stood still %.2f ms, %.2f in all\n", (double)a.value[0] / 1e6,
+	       (double)a.value[1] / 1e6);
 	close(fds[0]);
 	CHECK(write(fd, "y", 1) == 1);
 	get(fd, &x, 1);
@@ -535,8 +538,8 @@ int main(int argc, char **argv)
 	dir = argv[4];
 	snprintf(memory, sizeof(memory), "%s/memory", dir);
 	snprintf(state, sizeof(state), "%s/state", dir);
-	char *boot[] = { argv[1], "--control", "9", "--kernel", argv[2], "--initrd", argv[3], "--memory", MEMORY_MB, "--vcpus", "1",
-			 "--memory-image", memory, NULL };
+	char *boot[] = { argv[1], "--control", "9", "--kernel", argv[2], "--initrd", argv[3], "--memory", MEMORY_MB,
+			 "--vcpus", "1", "--memory-image", memory, NULL };
 
 	setvbuf(stdout, NULL, _IOLBF, 0);
 	signal(SIGPIPE, SIG_IGN);

@@ -103,7 +103,8 @@ unsigned machine_console_input(struct machine *m, const void *bytes, unsigned n)
 {
 	return n > 100 ? 100 : memcmp(bytes, "full", 4) == 0 ? 0 : n;
 }
-void vsock_connect(struct vsock *s, uint32_t port, int fd, unsigned timeout_ms, void (*done)(void *arg, int status), void *arg)
+void vsock_connect(struct vsock *s, uint32_t port, int fd, unsigned timeout_ms,
+		   void (*done)(void *arg, int status), void *arg)
 {
 	struct machine *m = (struct machine *)s;
 

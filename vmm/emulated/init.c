@@ -248,10 +248,10 @@ static int mount_state(const char *device)
 	return -1;
 }
 
-/* Opens the virtio-serial port of that name. */
-static int open_port(const char *name)
+/* Opens the virtio-serial port of that name, which takes a moment to appear. */
+static int open_port(const char *name, unsigned ms)
 {
-	for (unsigned tries = 0; tries < 1000; tries++) {
+	for (unsigned waited = 0; waited <= ms; waited += 5) {
 		DIR *d = opendir("/sys/class/virtio-ports");
 		struct dirent *entry;
 		int found = -1;
@@ -417,7 +417,12 @@ int main(void)
 		say("KVM does not work here: %s", strerror(-held));
 		power_off();
 	}
-	i.clock_port = open_port(PORT_CLOCK);
+	port = open_port(PORT_FUSE, 5000);
+	if (port < 0) {
+		say("there is no port called %s", PORT_FUSE);
+		power_off();
+	}
+	i.clock_port = open_port(PORT_CLOCK, 50);
 	if (i.clock_port >= 0) {
 		struct pollfd first = { .fd = i.clock_port, .events = POLLIN };
 
@@ -427,11 +432,6 @@ int main(void)
 	}
 	if (mount_state(cmdline_value(&i, "vmenv.disk", text, sizeof(text)) ? text : "/dev/vda") < 0)
 		power_off();
-	port = open_port(PORT_FUSE);
-	if (port < 0) {
-		say("there is no port called %s", PORT_FUSE);
-		power_off();
-	}
 	say("ready in %.1f s", (double)now_ns(CLOCK_BOOTTIME) / 1e9);
 	i.server = start_server(port);
 	close(port);

@@ -20,6 +20,7 @@
 #define SMALL 2048u		/* output up to here is copied, to leave in one packet with its neighbours */
 #define LARGE (256u << 10)	/* of one frame */
 #define SOON_NS 2000000u
+#define LINGER_NS 5000000000u
 #define READS_AT_ONCE 8
 
 struct connection {
@@ -30,6 +31,8 @@ struct connection {
 	struct run *run; /* or NULL */
 	bool begun;      /* the first frame has been */
 	bool closing;    /* once `out` is sent */
+	bool refused;    /* then the server's writes are still taken, so that it gets to read why */
+	bool lingering;  /* that is so now */
 	bool started, exited; /* those frames are sent or in `out` */
 	/* In: a header, then its payload, which for AGENT_DATA is passed on in pieces. */
 	struct agent_frame head;
@@ -49,7 +52,10 @@ static void soon(struct timer *t)
 	struct connection *c = t->arg;
 
 	c->soon_set = false;
-	connection_pump(c);
+	if (c->lingering)
+		connection_close(c);
+	else
+		connection_pump(c);
 }
 
 void connection_pump_soon(struct connection *c)
@@ -84,7 +90,6 @@ static void put_failed(struct connection *c, const struct err *e)
 	json_decref(o);
 	if (text)
 		put(c, AGENT_FAILED, text, (uint32_t)strlen(text));
-	c->closing = true;
 }
 
 static bool put_exit(struct connection *c)
@@ -195,11 +200,37 @@ static ssize_t send_some(struct connection *c)
 	return n;
 }
 
+/* Nothing more is sent; what comes is thrown away until the server closes, or has had its time. */
+static void linger(struct connection *c)
+{
+	c->lingering = true;
+	shutdown(c->watch.fd, SHUT_WR);
+	set_events(c, EPOLLIN);
+	c->soon_set = true;
+	loop_timer(c->agent->loop, &c->soon, now_ns(CLOCK_MONOTONIC) + LINGER_NS);
+}
+
+static void lingering_readable(struct connection *c)
+{
+	for (int i = 0; i < READS_AT_ONCE; i++) {
+		ssize_t n = read(c->watch.fd, c->agent->input, SCRATCH_SIZE);
+
+		if (n < 0 && (errno == EAGAIN || errno == EINTR))
+			return;
+		if (n <= 0) {
+			connection_close(c);
+			return;
+		}
+	}
+}
+
 /* True if the connection still exists. */
 static bool pump(struct connection *c)
 {
 	ssize_t n;
 
+	if (c->lingering)
+		return true;
 	if (c->soon_set) {
 		loop_timer_cancel(c->agent->loop, &c->soon);
 		c->soon_set = false;
@@ -210,6 +241,10 @@ static bool pump(struct connection *c)
 	} while (n > 0 || n == -EINTR);
 	if (n == -EAGAIN) {
 		set_events(c, EPOLLIN | EPOLLOUT);
+		return true;
+	}
+	if (n == 0 && c->refused) {
+		linger(c);
 		return true;
 	}
 	if (n < 0 || c->closing) {
@@ -439,8 +474,10 @@ static void refuse(struct connection *c, const struct err *e)
 			run_free(r);
 	}
 	/* In the middle of a frame there is no place to say it. */
-	if (!c->flight)
+	if (!c->flight) {
 		put_failed(c, e);
+		c->refused = true;
+	}
 	c->closing = true;
 	c->out_end = c->flight ? c->out_start : c->out_end;
 	c->flight = NULL;
@@ -489,7 +526,9 @@ static void connection_ready(struct watch *w, uint32_t events)
 
 	if (events & EPOLLOUT && !pump(c))
 		return;
-	if (events & (EPOLLIN | EPOLLHUP | EPOLLERR))
+	if (c->lingering)
+		lingering_readable(c);
+	else if (events & (EPOLLIN | EPOLLHUP | EPOLLERR))
 		readable(c);
 }
 

@@ -18,13 +18,22 @@ static const struct {
 	unsigned cap;
 	const char *name;
 } needed[] = {
-	{ KVM_CAP_IRQCHIP, "IRQCHIP" },           { KVM_CAP_IRQFD, "IRQFD" },
-	{ KVM_CAP_IOEVENTFD, "IOEVENTFD" },       { KVM_CAP_USER_MEMORY, "USER_MEMORY" },
-	{ KVM_CAP_EXT_CPUID, "EXT_CPUID" },       { KVM_CAP_MP_STATE, "MP_STATE" },
-	{ KVM_CAP_VCPU_EVENTS, "VCPU_EVENTS" },   { KVM_CAP_DEBUGREGS, "DEBUGREGS" },
-	{ KVM_CAP_XSAVE, "XSAVE" },               { KVM_CAP_XCRS, "XCRS" },
-	{ KVM_CAP_ADJUST_CLOCK, "ADJUST_CLOCK" }, { KVM_CAP_IMMEDIATE_EXIT, "IMMEDIATE_EXIT" },
+	{ KVM_CAP_IRQCHIP, "IRQCHIP" },
+	{ KVM_CAP_IRQFD, "IRQFD" },
+	{ KVM_CAP_IOEVENTFD, "IOEVENTFD" },
+	{ KVM_CAP_USER_MEMORY, "USER_MEMORY" },
+	{ KVM_CAP_EXT_CPUID, "EXT_CPUID" },
+	{ KVM_CAP_MP_STATE, "MP_STATE" },
+	{ KVM_CAP_VCPU_EVENTS, "VCPU_EVENTS" },
+	{ KVM_CAP_DEBUGREGS, "DEBUGREGS" },
+	{ KVM_CAP_XSAVE, "XSAVE" },
+	{ KVM_CAP_XCRS, "XCRS" },
+	{ KVM_CAP_ADJUST_CLOCK, "ADJUST_CLOCK" },
+	{ KVM_CAP_IMMEDIATE_EXIT, "IMMEDIATE_EXIT" },
 };
+
+static const char not_real[] =
+    "it may be a software KVM for special guests only, which no stock kernel runs on; a real one is needed";
 
 static const char *virtualization_module(const char **feature)
 {
@@ -59,7 +68,8 @@ static int load_module(const char *name)
 	return r > 0 ? -EPERM : r; /* positive: it is blacklisted */
 }
 
-__attribute__((format(printf, 4, 5))) static int unusable(struct finding *f, int code, const char *remedy, const char *fmt, ...)
+__attribute__((format(printf, 4, 5))) static int unusable(struct finding *f, int code, const char *remedy,
+							  const char *fmt, ...)
 {
 	va_list ap;
 
@@ -79,20 +89,24 @@ static int open_kvm(struct finding *f)
 	if (fd >= 0)
 		return fd;
 	if (errno == EACCES || errno == EPERM)
-		return unusable(f, errno, "join the group that owns it: adduser USER kvm, and log in anew", "no permission to open /dev/kvm");
+		return unusable(f, errno, "join the group that owns it: adduser USER kvm, and log in anew",
+				"no permission to open /dev/kvm");
 	if (!module)
-		return unusable(f, ENODEV, "run on a machine with virtualization, or switch it on: in the firmware, or as nested virtualization "
-					   "in the hypervisor around this machine",
+		return unusable(f, ENODEV,
+				"run on a machine with virtualization, or switch it on: in the firmware, or as nested "
+				"virtualization "
+				"in the hypervisor around this machine",
 				"no /dev/kvm, and the processor shows no %s", feature);
 	if (geteuid() != 0)
-		return unusable(f, ENODEV, "as root: modprobe kvm_amd or kvm_intel", "no /dev/kvm; the module %s may be missing", module);
+		return unusable(f, ENODEV, "as root: modprobe kvm_amd or kvm_intel",
+				"no /dev/kvm; the module %s may be missing", module);
 	r = load_module(module);
 	fd = open("/dev/kvm", O_RDWR | O_CLOEXEC);
 	if (fd >= 0)
 		return fd;
 	if (r < 0)
-		return unusable(f, ENODEV, "install a kernel that has it, or see dmesg why it does not load", "no /dev/kvm, and the module %s cannot be loaded: %s",
-				module, strerror(-r));
+		return unusable(f, ENODEV, "install a kernel that has it, or see dmesg why it does not load",
+				"no /dev/kvm, and the module %s cannot be loaded: %s", module, strerror(-r));
 	return unusable(f, ENODEV, "see dmesg", "the module %s is loaded, but there is no /dev/kvm", module);
 }
 
@@ -121,10 +135,10 @@ static int check_processor(int kvm, struct finding *f)
 		return unusable(f, errno, "", "/dev/kvm does not say what processor it offers: %s", strerror(errno));
 	for (size_t n = 0; n < ARRAY_SIZE(features); n++)
 		if (!cpuid_has(cpuid, features[n].function, features[n].bit))
-			snprintf(lacking + strlen(lacking), sizeof(lacking) - strlen(lacking), "%s%s", *lacking ? ", " : "", features[n].name);
+			snprintf(lacking + strlen(lacking), sizeof(lacking) - strlen(lacking), "%s%s",
+				 *lacking ? ", " : "", features[n].name);
 	if (*lacking)
-		return unusable(f, EOPNOTSUPP, "it may be a software KVM (PVM) for special guests only; a stock kernel needs a real one",
-				"/dev/kvm offers guests no %s", lacking);
+		return unusable(f, EOPNOTSUPP, not_real, "/dev/kvm offers guests no %s", lacking);
 	return 0;
 }
 
@@ -141,13 +155,14 @@ static int check_kvm(struct finding *f)
 		return unusable(f, EOPNOTSUPP, "", "/dev/kvm has API version %d, not %d", r, KVM_API_VERSION);
 	for (size_t n = 0; n < ARRAY_SIZE(needed); n++)
 		if (ioctl(kvm, KVM_CHECK_EXTENSION, needed[n].cap) <= 0)
-			return unusable(f, EOPNOTSUPP, "run a newer kernel", "/dev/kvm lacks KVM_CAP_%s", needed[n].name);
+			return unusable(f, EOPNOTSUPP, "run a newer kernel", "/dev/kvm lacks KVM_CAP_%s",
+					needed[n].name);
 	r = check_processor(kvm, f);
 	if (r < 0)
 		return r;
 	r = accel_guest_run(kvm, &e);
 	if (r < 0)
-		return unusable(f, -r, "see dmesg", "/dev/kvm cannot run a guest: %s", e.text);
+		return unusable(f, -r, not_real, "/dev/kvm cannot run a guest: %s", e.text);
 	f->level = FINDING_OK;
 	snprintf(f->text, sizeof(f->text), "/dev/kvm runs 64-bit guests");
 	return 0;

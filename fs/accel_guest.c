@@ -30,12 +30,12 @@ static void write_guest(unsigned char *m)
 {
 	static const unsigned char code[] = {
 		0x48, 0xb8, 0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11, /* mov $number, %rax */
-		0x66, 0x48, 0x0f, 0x6e, 0xc0,                               /* movq %rax, %xmm0 */
-		0x66, 0x0f, 0xd4, 0xc0,                                     /* paddq %xmm0, %xmm0 */
-		0x66, 0x48, 0x0f, 0x7e, 0xc0,                               /* movq %xmm0, %rax */
+		0x66, 0x48, 0x0f, 0x6e, 0xc0,				    /* movq %rax, %xmm0 */
+		0x66, 0x0f, 0xd4, 0xc0,					    /* paddq %xmm0, %xmm0 */
+		0x66, 0x48, 0x0f, 0x7e, 0xc0,				    /* movq %xmm0, %rax */
 		0x48, 0xa3, 0x00, 0x90, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, /* mov %rax, RESULT */
-		0xe6, PORT,                                                 /* out %al, $PORT */
-		0xf4,                                                       /* hlt */
+		0xe6, PORT,						    /* out %al, $PORT */
+		0xf4,							    /* hlt */
 	};
 	const uint64_t pml4 = PDPT | 3, pdpt = PAGE_DIRECTORY | 3, large_page = 0x83;
 
@@ -48,8 +48,12 @@ static void write_guest(unsigned char *m)
 static int set_registers(int kvm, int vcpu, struct err *e)
 {
 	AUTO_FREE struct kvm_cpuid2 *cpuid = calloc(1, sizeof(*cpuid) + CPUID_ENTRIES * sizeof(cpuid->entries[0]));
-	struct kvm_segment code = { .limit = 0xffffffff, .selector = 8, .type = 11, .present = 1, .s = 1, .l = 1, .g = 1 };
-	struct kvm_segment data = { .limit = 0xffffffff, .selector = 16, .type = 3, .present = 1, .s = 1, .db = 1, .g = 1 };
+	struct kvm_segment code = {
+		.limit = 0xffffffff, .selector = 8, .type = 11, .present = 1, .s = 1, .l = 1, .g = 1
+	};
+	struct kvm_segment data = {
+		.limit = 0xffffffff, .selector = 16, .type = 3, .present = 1, .s = 1, .db = 1, .g = 1
+	};
 	struct kvm_regs regs = { .rip = CODE, .rsp = STACK, .rflags = 2 };
 	struct kvm_sregs s;
 
@@ -77,7 +81,8 @@ static int run(int vcpu, struct kvm_run *run_page, uint32_t expected, struct err
 		if (errno != EINTR)
 			return err_set(e, errno, "a vCPU does not run: %s", strerror(errno));
 	if (run_page->exit_reason != expected)
-		return err_set(e, EIO, "64-bit code in it does not run (KVM exit %u, not %u)", run_page->exit_reason, expected);
+		return err_set(e, EIO, "64-bit code in it does not run (KVM exit %u, not %u)", run_page->exit_reason,
+			       expected);
 	return 0;
 }
 

@@ -5,7 +5,8 @@
 
 #include <vmenv/util.h>
 
-/* kvm: an open /dev/kvm. 0 if the guest did what it should; it may hang where KVM is broken, so run it in a process to kill. */
+/* kvm: an open /dev/kvm. 0 if the guest did what it should; it may hang where KVM is broken, so run it in a process to
+ * kill. */
 int accel_guest_run(int kvm, struct err *e);
 
 #endif

@@ -14,7 +14,8 @@
 #define DISK_WANTED_GB 4
 #define MEMORY_WANTED_MB 2048
 
-__attribute__((format(printf, 4, 5))) static void found(struct finding *f, enum finding_level level, const char *remedy, const char *fmt, ...)
+__attribute__((format(printf, 4, 5))) static void found(struct finding *f, enum finding_level level, const char *remedy,
+							const char *fmt, ...)
 {
 	va_list ap;
 
@@ -74,8 +75,9 @@ static void check_nx(struct finding *f)
 	else if (strcmp(text, "never") == 0)
 		found(f, FINDING_OK, "", "kvm.nx_huge_pages=never");
 	else
-		found(f, FINDING_WARN, "to make machines some 20 ms faster, where the processor is not vulnerable to iTLB multihit: options kvm "
-				       "nx_huge_pages=never in /etc/modprobe.d",
+		found(f, FINDING_WARN,
+		      "to make machines some 20 ms faster, where the processor is not vulnerable to iTLB multihit: "
+		      "options kvm nx_huge_pages=never in /etc/modprobe.d",
 		      "kvm.nx_huge_pages=%s: each new machine attaches a kernel thread", text);
 }
 
@@ -86,7 +88,8 @@ static void check_qemu(struct finding *f)
 	if (qemu)
 		found(f, FINDING_OK, "", "%s can emulate a KVM host, with AMD SVM", qemu);
 	else
-		found(f, FINDING_MISSING, "apt-get install qemu-system-x86", "no qemu-system-x86_64 to emulate a KVM host with");
+		found(f, FINDING_MISSING, "apt-get install qemu-system-x86",
+		      "no qemu-system-x86_64 to emulate a KVM host with");
 }
 
 static void check_fuse(struct finding *f)
@@ -95,12 +98,15 @@ static void check_fuse(struct finding *f)
 	bool helper = access("/usr/bin/fusermount3", X_OK) == 0 || access("/bin/fusermount3", X_OK) == 0;
 
 	if (fd < 0)
-		found(f, FINDING_MISSING, errno == ENOENT ? "as root: modprobe fuse; in a container: give it /dev/fuse" : "run as root",
+		found(f, FINDING_MISSING,
+		      errno == ENOENT ? "as root: modprobe fuse; in a container: give it /dev/fuse" : "run as root",
 		      "cannot open /dev/fuse: %s", strerror(errno));
 	else if (!helper && geteuid() != 0)
-		found(f, FINDING_MISSING, "apt-get install fuse3", "/dev/fuse, but no fusermount3 for users that are not root");
+		found(f, FINDING_MISSING, "apt-get install fuse3",
+		      "/dev/fuse, but no fusermount3 for users that are not root");
 	else
-		found(f, FINDING_OK, "", "/dev/fuse%s", helper ? ", fusermount3" : "; no fusermount3, but this is root");
+		found(f, FINDING_OK, "", "/dev/fuse%s",
+		      helper ? ", fusermount3" : "; no fusermount3, but this is root");
 }
 
 static void check_cgroup(struct finding *f)
@@ -111,7 +117,8 @@ static void check_cgroup(struct finding *f)
 	char line[512];
 
 	if (statfs("/sys/fs/cgroup", &s) < 0 || s.f_type != CGROUP2_SUPER_MAGIC) {
-		found(f, FINDING_WARN, "boot with systemd.unified_cgroup_hierarchy=1, or mount -t cgroup2 cgroup2 /sys/fs/cgroup",
+		found(f, FINDING_WARN,
+		      "boot with systemd.unified_cgroup_hierarchy=1, or mount -t cgroup2 cgroup2 /sys/fs/cgroup",
 		      "no cgroup v2 on /sys/fs/cgroup: machines get no memory and process limits of their own");
 		return;
 	}
@@ -124,10 +131,11 @@ static void check_cgroup(struct finding *f)
 	read_line(path, controllers, sizeof(controllers));
 	snprintf(path, sizeof(path), "/sys/fs/cgroup%s/cgroup.procs", group);
 	if (access(path, W_OK) < 0)
-		found(f, FINDING_WARN, "systemd-run --user --scope -p Delegate=yes vmenvfs ...", "cgroup v2, but %s is not ours to divide", group);
+		found(f, FINDING_WARN, "systemd-run --user --scope -p Delegate=yes vmenvfs ...",
+		      "cgroup v2, but %s is not ours to divide", group);
 	else if (!strstr(controllers, "memory") || !strstr(controllers, "pids"))
-		found(f, FINDING_WARN, "delegate the memory and pids controllers to it", "cgroup v2, but %s has only: %s", group,
-		      *controllers ? controllers : "no controllers");
+		found(f, FINDING_WARN, "delegate the memory and pids controllers to it",
+		      "cgroup v2, but %s has only: %s", group, *controllers ? controllers : "no controllers");
 	else
 		found(f, FINDING_OK, "", "cgroup v2, %s has %s", group, controllers);
 }
@@ -139,12 +147,13 @@ static void check_memory(struct finding *f, bool kvm)
 	if (!emulated)
 		found(f, FINDING_MISSING, "free some memory", "%llu MB available", (unsigned long long)available);
 	else if (available < MEMORY_WANTED_MB)
-		found(f, FINDING_WARN, "more is better: every machine takes what it writes to", "%llu MB available", (unsigned long long)available);
+		found(f, FINDING_WARN, "more is better: every machine takes what it writes to", "%llu MB available",
+		      (unsigned long long)available);
 	else if (kvm)
 		found(f, FINDING_OK, "", "%llu MB available", (unsigned long long)available);
 	else
-		found(f, FINDING_OK, "", "%llu MB available, of which the emulated host gets %llu", (unsigned long long)available,
-		      (unsigned long long)emulated);
+		found(f, FINDING_OK, "", "%llu MB available, of which the emulated host gets %llu",
+		      (unsigned long long)available, (unsigned long long)emulated);
 }
 
 /* The state folder, or the nearest folder above it that is there. */
@@ -158,7 +167,8 @@ static void check_disk(struct finding *f, const char *state)
 	while (path && statvfs(path, &v) < 0) {
 		slash = strrchr(path, '/');
 		if (errno != ENOENT || !slash) {
-			found(f, FINDING_MISSING, "choose another by --state DIR", "cannot use %s: %s", state, strerror(errno));
+			found(f, FINDING_MISSING, "choose another by --state DIR", "cannot use %s: %s", state,
+			      strerror(errno));
 			return;
 		}
 		slash[slash == path] = 0;
@@ -169,9 +179,11 @@ static void check_disk(struct finding *f, const char *state)
 		return;
 	gb = (unsigned long long)v.f_bavail * v.f_frsize >> 30;
 	if (access(path, W_OK) < 0)
-		found(f, FINDING_MISSING, "choose another by --state DIR, or run as root", "the state folder %s cannot be written", state);
+		found(f, FINDING_MISSING, "choose another by --state DIR, or run as root",
+		      "the state folder %s cannot be written", state);
 	else if (gb < DISK_WANTED_GB)
-		found(f, FINDING_WARN, "a template takes its memory and disk size at most; choose another by --state DIR",
+		found(f, FINDING_WARN,
+		      "a template takes its memory and disk size at most; choose another by --state DIR",
 		      "%llu GB free for the state folder %s", gb, state);
 	else
 		found(f, FINDING_OK, "", "%llu GB free for the state folder %s", gb, state);
@@ -180,17 +192,23 @@ static void check_disk(struct finding *f, const char *state)
 static void check_files(struct finding *f, const struct host_options *o)
 {
 	AUTO_FREE char *kernel = o->kernel ? realpath(o->kernel, NULL) : host_file(HOST_KERNEL);
-	AUTO_FREE char *guest = host_file(HOST_GUEST_INITRD), *host = host_file(HOST_EMULATED_INITRD), *machine = host_file(HOST_MACHINE);
+	AUTO_FREE char *guest = host_file(HOST_GUEST_INITRD), *host = host_file(HOST_EMULATED_INITRD),
+		       *machine = host_file(HOST_MACHINE);
 	char lacking[200] = "";
 	const struct {
 		const char *path, *name;
-	} files[] = { { kernel, "a kernel" }, { guest, "the guest initramfs" }, { host, "the emulated host's initramfs" }, { machine, "vmenv-machine" } };
+	} files[] = { { kernel, "a kernel" },
+		      { guest, "the guest initramfs" },
+		      { host, "the emulated host's initramfs" },
+		      { machine, "vmenv-machine" } };
 
 	for (size_t n = 0; n < ARRAY_SIZE(files); n++)
 		if (!files[n].path || access(files[n].path, R_OK) < 0)
-			snprintf(lacking + strlen(lacking), sizeof(lacking) - strlen(lacking), "%s%s", *lacking ? ", " : "", files[n].name);
+			snprintf(lacking + strlen(lacking), sizeof(lacking) - strlen(lacking), "%s%s",
+				 *lacking ? ", " : "", files[n].name);
 	if (*lacking)
-		found(f, FINDING_MISSING, "build all of it (ninja -C BUILD), or install it (meson install -C BUILD)", "not found: %s", lacking);
+		found(f, FINDING_MISSING, "build all of it (ninja -C BUILD), or install it (meson install -C BUILD)",
+		      "not found: %s", lacking);
 	else
 		found(f, FINDING_OK, "", "kernel %s, initramfs, vmenv-machine", kernel);
 }
@@ -226,9 +244,12 @@ static void print_wrapped(FILE *out, const char *text, int indent, int width)
 
 int check_run(const struct host_options *o, FILE *out)
 {
-	static const char *const levels[] = { [FINDING_OK] = "ok", [FINDING_WARN] = "warn", [FINDING_MISSING] = "missing" };
+	static const char *const levels[] = {
+		[FINDING_OK] = "ok", [FINDING_WARN] = "warn", [FINDING_MISSING] = "missing"
+	};
 	enum { KVM, MODULES, NX, QEMU, FUSE, FILES, MEMORY, DISK, CGROUP, LIMITS, COUNT };
-	static const char *const names[] = { "kvm", "kvm modules", "kvm speed", "emulation", "fuse", "files", "memory", "disk", "cgroups", "limits" };
+	static const char *const names[] = { "kvm",   "kvm modules", "kvm speed", "emulation", "fuse",
+					     "files", "memory",	     "disk",	  "cgroups",   "limits" };
 	struct finding f[COUNT] = { 0 };
 	bool kvm, can;
 
@@ -265,6 +286,7 @@ int check_run(const struct host_options *o, FILE *out)
 	else if (kvm)
 		fprintf(out, "\nvmenvfs can run here, with KVM.\n");
 	else
-		fprintf(out, "\nvmenvfs can run here, with an emulated KVM host; expect it to be several times slower.\n");
+		fprintf(out,
+			"\nvmenvfs can run here, with an emulated KVM host; expect it to be several times slower.\n");
 	return can ? 0 : 1;
 }

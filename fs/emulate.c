@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The emulated KVM host: QEMU emulating a processor with AMD SVM, a stock kernel, vmm/emulated/init.c, and in there this
- * same program serving the mount over a virtio-serial port. Everything durable is on its disk, emulated.img in the
+ * The emulated KVM host: QEMU emulating a processor with AMD SVM, a stock kernel, vmm/emulated/init.c, and in there
+ * this same program serving the mount over a virtio-serial port. Everything durable is on its disk, emulated.img in the
  * state folder. One processor: QEMU's nested SVM is not sound with more.
  */
 #include "emulate.h"
@@ -25,19 +25,23 @@
 #define DISK_MOST (256ull << 30)
 #define DISK_STEP (1ull << 30)
 #define CLOCK_SECONDS 5
+#define END_WITHIN 20 /* seconds for the guest to power off */
+#define LOCK_ENDING " ending"
 #define LOG_KEPT (4 << 20)
 
 /* What TCG would warn that it does not do is switched off. */
-#define PROCESSOR "EPYC,+svm,+npt,-rdseed,-sha-ni,-fxsr-opt,-misalignsse,-3dnowprefetch,-osvw,-topoext,-perfctr-core," \
-		  "-clzero,-xsaveerptr,-ibpb,-nrip-save,-xsavec,-xsaves"
+#define PROCESSOR                                                                                            \
+	"EPYC,+svm,+npt,-rdseed,-sha-ni,-fxsr-opt,-misalignsse,-3dnowprefetch,-osvw,-topoext,-perfctr-core," \
+	"-clzero,-xsaveerptr,-ibpb,-nrip-save,-xsavec,-xsaves"
 
 /*
  * panic=-1 with -no-reboot: a kernel that panics ends QEMU. Watchdogs are off as the host's pauses would set them off.
  * nx_huge_pages takes KVM_CREATE_VM from 27 to 2 ms; with one processor, polling in KVM for a halted guest's wake-up
  * only delays it.
  */
-#define CMDLINE "console=ttyS0 quiet panic=-1 mitigations=off audit=0 nowatchdog rcupdate.rcu_cpu_stall_suppress=1 " \
-		"init_on_alloc=0 random.trust_cpu=on tsc=reliable kvm.nx_huge_pages=never kvm.halt_poll_ns=0"
+#define CMDLINE                                                                                              \
+	"console=ttyS0 quiet panic=-1 mitigations=off audit=0 nowatchdog rcupdate.rcu_cpu_stall_suppress=1 " \
+	"init_on_alloc=0 random.trust_cpu=on tsc=reliable kvm.nx_huge_pages=never kvm.halt_poll_ns=0"
 
 struct emulation {
 	const struct host_options *options;
@@ -118,7 +122,8 @@ static int make_disk(const char *path, struct err *e)
 	size = (uint64_t)v.f_bavail * v.f_frsize / 10 * 9;
 	size = MIN(MAX(size, DISK_LEAST), DISK_MOST) / DISK_STEP * DISK_STEP;
 	if (ftruncate(fd, (off_t)size) < 0)
-		return err_set(e, errno, "cannot make %s of %llu GB: %s", path, (unsigned long long)(size >> 30), strerror(errno));
+		return err_set(e, errno, "cannot make %s of %llu GB: %s", path, (unsigned long long)(size >> 30),
+			       strerror(errno));
 	return 0;
 }
 
@@ -139,27 +144,53 @@ static int make_folders(const char *path, struct err *e)
 	return 0;
 }
 
+/* What the lock file says is for people, and for whoever waits: the process, and whether it is about to end. */
+static int lock_write(struct emulation *m, const char *more)
+{
+	char text[64];
+	int n = snprintf(text, sizeof(text), "%d%s\n", getpid(), more);
+
+	return ftruncate(m->lock, 0) < 0 || pwrite(m->lock, text, (size_t)n, 0) < 0 ? -errno : 0;
+}
+
+/*
+ * One emulated host for each state folder. The one before may just have been unmounted, and be saving what it has: that
+ * is waited for.
+ */
 static int lock_state(struct emulation *m, const char *state, struct err *e)
 {
 	AUTO_FREE char *path = NULL;
-	char pid[32];
-	ssize_t n;
+	uint64_t start = now_ns(CLOCK_MONOTONIC);
+	char text[64];
+	int r;
 
 	if (asprintf(&path, "%s/emulated.lock", state) < 0)
 		return err_set(e, ENOMEM, "out of memory");
 	m->lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
 	if (m->lock < 0)
 		return err_set(e, errno, "cannot open %s: %s", path, strerror(errno));
-	if (flock(m->lock, LOCK_EX | LOCK_NB) < 0) {
-		n = read(m->lock, pid, sizeof(pid) - 1);
-		pid[MAX(n, 0)] = 0;
-		pid[strcspn(pid, "\n")] = 0;
-		return err_set(e, EBUSY, "the state folder %s is in use by process %s", state, *pid ? pid : "(unknown)");
+	while (flock(m->lock, LOCK_EX | LOCK_NB) < 0) {
+		int error = errno;
+		ssize_t n = pread(m->lock, text, sizeof(text) - 1, 0);
+		unsigned patience = 1;
+
+		text[MAX(n, 0)] = 0;
+		if (strstr(text, LOCK_ENDING))
+			patience = END_WITHIN + 10;
+		if (error != EWOULDBLOCK || now_ns(CLOCK_MONOTONIC) - start > patience * 1000000000ull)
+			return err_set(e, EBUSY, "the state folder %s is in use by process %d", state, atoi(text));
+		usleep(20000);
 	}
-	n = snprintf(pid, sizeof(pid), "%d\n", getpid());
-	if (ftruncate(m->lock, 0) < 0 || write(m->lock, pid, (size_t)n) < 0)
-		return err_set(e, errno, "cannot write %s: %s", path, strerror(errno));
-	return 0;
+	r = lock_write(m, "");
+	return r < 0 ? err_set(e, -r, "cannot write %s: %s", path, strerror(-r)) : 0;
+}
+
+static void emulation_ending(struct backend *b)
+{
+	struct emulation *m = b->arg;
+
+	if (lock_write(m, LOCK_ENDING) < 0)
+		host_say(true, "cannot write the lock file of the state folder");
 }
 
 static void keep_log_small(const char *log)
@@ -174,28 +205,35 @@ static void keep_log_small(const char *log)
 /* What QEMU is started with: see the top. */
 static int qemu_start(struct emulation *m, int fuse, int clock, int log, struct upstream *u, struct err *e)
 {
-	AUTO_FREE char *qemu = emulate_find_qemu(), *disk = quote_commas(m->disk), *file = NULL, *fuse_port = NULL, *clock_port = NULL;
+	AUTO_FREE char *qemu = emulate_find_qemu(), *disk = quote_commas(m->disk), *file = NULL, *fuse_port = NULL,
+		       *clock_port = NULL;
 	AUTO_CLOSE int null = open("/dev/null", O_RDWR | O_CLOEXEC);
 	char memory[32];
 	const int keep[] = { fuse, clock, -1 };
 
 	if (!qemu)
-		return err_set(e, ENOENT, "there is no qemu-system-x86_64 to emulate a KVM host: apt-get install qemu-system-x86");
+		return err_set(e, ENOENT,
+			       "there is no qemu-system-x86_64 to emulate a KVM host: apt-get install qemu-system-x86");
 	snprintf(memory, sizeof(memory), "%llu", (unsigned long long)m->memory_mb);
 	if (!disk || asprintf(&file, "driver=file,filename=%s,node-name=file,discard=unmap", disk) < 0 ||
-	    asprintf(&fuse_port, "socket,id=fuse,fd=%d", fuse) < 0 || asprintf(&clock_port, "socket,id=clock,fd=%d", clock) < 0)
+	    asprintf(&fuse_port, "socket,id=fuse,fd=%d", fuse) < 0 ||
+	    asprintf(&clock_port, "socket,id=clock,fd=%d", clock) < 0)
 		return err_set(e, ENOMEM, "out of memory");
 
-	const char *const argv[] = { qemu, "-name", "vmenv-host", "-no-user-config", "-nodefaults", "-display", "none", "-no-reboot",
-		"-M", "q35,sata=off,usb=off,smbus=off,smm=off", "-accel", "tcg,thread=single,tb-size=512", "-cpu", PROCESSOR, "-smp", "1",
-		"-m", memory, "-kernel", m->kernel, "-initrd", m->initrd, "-append", m->cmdline,
+	const char *const argv[] = {
+		qemu, "-name", "vmenv-host", "-no-user-config", "-nodefaults", "-display", "none", "-no-reboot",
+		"-M", "q35,sata=off,usb=off,smbus=off,smm=off", "-accel", "tcg,thread=single,tb-size=512",
+		"-cpu", PROCESSOR, "-smp", "1", "-m", memory,
+		"-kernel", m->kernel, "-initrd", m->initrd, "-append", m->cmdline,
 		"-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console",
 		/* A full disk outside is an error inside, not a stopped machine. A flush inside is one outside. */
 		"-blockdev", file, "-blockdev", "driver=raw,file=file,node-name=disk,discard=unmap",
 		"-device", "virtio-blk-pci,drive=disk,werror=report,rerror=report",
 		"-device", "virtio-serial-pci,id=ports,max_ports=3",
 		"-chardev", fuse_port, "-device", "virtserialport,bus=ports.0,chardev=fuse,name=" PORT_FUSE,
-		"-chardev", clock_port, "-device", "virtserialport,bus=ports.0,chardev=clock,name=" PORT_CLOCK, NULL };
+		"-chardev", clock_port, "-device", "virtserialport,bus=ports.0,chardev=clock,name=" PORT_CLOCK,
+		NULL,
+	};
 
 	u->group = true; /* Ctrl-C is ours, so that it can end in good order */
 	return host_spawn(argv, null, log, log, keep, true, SIGKILL, &u->pid, e);
@@ -289,8 +327,8 @@ static void emulation_post_mortem(struct backend *b, char *text, size_t size)
 }
 
 /*
- * The emulated processor's TSC is this one's. The kernel in there would measure its frequency against an emulated timer,
- * and get it wrong by any factor on a busy machine; then everything that waits, waits wrongly. So it is told.
+ * The emulated processor's TSC is this one's. The kernel in there would measure its frequency against an emulated
+ * timer, and get it wrong by any factor on a busy machine; then everything that waits, waits wrongly. So it is told.
  */
 static uint64_t tsc_khz(void)
 {
@@ -303,7 +341,8 @@ static uint64_t tsc_khz(void)
 			usleep(20000);
 		/* The reading least disturbed. */
 		for (int n = 0; n < 20; n++) {
-			uint64_t before = now_ns(CLOCK_MONOTONIC), t = __builtin_ia32_rdtsc(), took = now_ns(CLOCK_MONOTONIC) - before;
+			uint64_t before = now_ns(CLOCK_MONOTONIC), t = __builtin_ia32_rdtsc(),
+				 took = now_ns(CLOCK_MONOTONIC) - before;
 
 			if (took < best) {
 				best = took;
@@ -330,12 +369,14 @@ static int prepare(struct emulation *m, struct err *e)
 	m->kernel = o->kernel ? realpath(o->kernel, NULL) : host_file(HOST_KERNEL);
 	m->initrd = host_file(HOST_EMULATED_INITRD);
 	if (!m->kernel || access(m->kernel, R_OK) < 0)
-		return err_set(e, ENOENT, "there is no kernel for the emulated host%s%s", o->kernel ? ": " : "", o->kernel ? o->kernel : "");
+		return err_set(e, ENOENT, "there is no kernel for the emulated host%s%s", o->kernel ? ": " : "",
+			       o->kernel ? o->kernel : "");
 	if (!m->initrd)
 		return err_set(e, ENOENT, "there is no host-initramfs.cpio for the emulated host beside vmenvfs");
 	m->memory_mb = o->emulated_memory_mb ? o->emulated_memory_mb : emulate_memory_mb(&available);
 	if (!m->memory_mb)
-		return err_set(e, ENOMEM, "%llu MB of free memory are too few for an emulated host", (unsigned long long)available);
+		return err_set(e, ENOMEM, "%llu MB of free memory are too few for an emulated host",
+			       (unsigned long long)available);
 	r = lock_state(m, state, e);
 	if (r < 0)
 		return r;
@@ -354,11 +395,12 @@ int emulate_run(const struct host_options *o, struct err *e)
 		.start = emulation_start,
 		.tick = emulation_tick,
 		.aside = emulation_asked,
+		.ending = emulation_ending,
 		.post_mortem = emulation_post_mortem,
 		.restarts = 3,
 		.answer_within = 180,
 		.silent_after = 30,
-		.end_within = 20,
+		.end_within = END_WITHIN,
 		.progress = true,
 		.arg = &m,
 	};

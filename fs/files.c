@@ -8,14 +8,12 @@
 static const struct {
 	const char *build, *installed, *multiarch; /* relative to the folder of the running binary */
 } places[] = {
-	[HOST_KERNEL] = { "../vmm/emulated/vmlinuz", "../lib/vmenv/vmlinuz",
-		"../lib/x86_64-linux-gnu/vmenv/vmlinuz" },
+	[HOST_KERNEL] = { "../vmm/emulated/vmlinuz", "../lib/vmenv/vmlinuz", "../lib/x86_64-linux-gnu/vmenv/vmlinuz" },
 	[HOST_GUEST_INITRD] = { "../vmm/guest/guest-initramfs.cpio", "../lib/vmenv/guest-initramfs.cpio",
-		"../lib/x86_64-linux-gnu/vmenv/guest-initramfs.cpio" },
+				"../lib/x86_64-linux-gnu/vmenv/guest-initramfs.cpio" },
 	[HOST_EMULATED_INITRD] = { "../vmm/emulated/host-initramfs.cpio", "../lib/vmenv/host-initramfs.cpio",
-		"../lib/x86_64-linux-gnu/vmenv/host-initramfs.cpio" },
-	[HOST_MACHINE] = { "../vmm/vmenv-machine", "vmenv-machine",
-		"../libexec/vmenv/vmenv-machine" },
+				   "../lib/x86_64-linux-gnu/vmenv/host-initramfs.cpio" },
+	[HOST_MACHINE] = { "../vmm/vmenv-machine", "vmenv-machine", "../libexec/vmenv/vmenv-machine" },
 };
 
 char *host_file(enum host_file which)

@@ -10,8 +10,8 @@
 __attribute__((format(printf, 2, 3))) void host_say(bool to_syslog, const char *fmt, ...);
 
 /*
- * Starts argv with in, out and err as its descriptors 0, 1 and 2 (negative: as they are here) and `keep` (NULL or ended by
- * -1) inherited under the same numbers. It gets the signal `death` when this process ends. own_group: it leads a
+ * Starts argv with in, out and err as its descriptors 0, 1 and 2 (negative: as they are here) and `keep` (NULL or ended
+ * by -1) inherited under the same numbers. It gets the signal `death` when this process ends. own_group: it leads a
  * process group of its own.
  */
 int host_spawn(const char *const argv[], int in, int out, int err, const int *keep, bool own_group, int death,

@@ -13,13 +13,13 @@
 #include "interrupt.h"
 #include "relay_table.h"
 
-#define PAYLOAD_MAX (16u << 20)            /* of one message, whatever is negotiated */
+#define PAYLOAD_MAX (16u << 20)		   /* of one message, whatever is negotiated */
 #define MESSAGE_MAX (PAYLOAD_MAX + 65536u) /* with its headers */
 #define FIRST_BUFFER ((1u << 20) + 65536u) /* what a message takes with libfuse's and the kernel's defaults */
-#define BURST 64                           /* messages taken from the kernel in one go */
-#define PING_UNIQUE (1ull << 62)           /* the kernel counts from 0 */
+#define BURST 64			   /* messages taken from the kernel in one go */
+#define PING_UNIQUE (1ull << 62)	   /* the kernel counts from 0 */
 #define SECOND 1000000000ull
-#define DOUBT (SECOND / 10)                /* how often an interrupt that may be none is looked at again */
+#define DOUBT (SECOND / 10) /* how often an interrupt that may be none is looked at again */
 
 struct bytes {
 	char *data;
@@ -52,8 +52,8 @@ struct relay {
 
 	enum phase phase;
 	struct upstream upstream; /* pid 0: none */
-	struct bytes to, from;    /* towards the server; of the server, not yet a whole message */
-	struct table table;       /* pending requests and handles */
+	struct bytes to, from;	  /* towards the server; of the server, not yet a whole message */
+	struct table table;	  /* pending requests and handles */
 	struct doubt *doubts;
 	size_t doubt_count, doubt_room;
 	struct timer doubt;
@@ -61,12 +61,12 @@ struct relay {
 	char init[512]; /* the kernel's FUSE_INIT */
 	size_t init_bytes;
 	struct fuse_init_out agreed; /* the first answer to it */
-	bool answered;               /* the kernel has that; so the mount answers */
+	bool answered;		     /* the kernel has that; so the mount answers */
 
 	uint64_t started_ns, ping;
-	unsigned silent;         /* seconds since the server was last heard, while a ping is unanswered */
-	uint64_t starts[16];     /* times of the last starts after a death */
-	bool shown;              /* a progress line is on the terminal */
+	unsigned silent;     /* seconds since the server was last heard, while a ping is unanswered */
+	uint64_t starts[16]; /* times of the last starts after a death */
+	bool shown;	     /* a progress line is on the terminal */
 	int status;
 	struct err err;
 };
@@ -109,7 +109,8 @@ static void watch_change(struct relay *r, struct watch *w, bool *watched, bool w
 static void watches_update(struct relay *r)
 {
 	bool up = r->upstream.pid > 0;
-	bool take = r->phase == PHASE_MOUNTED || (r->phase == PHASE_UP && bytes_held(&r->to) < FIRST_BUFFER && !table_full(&r->table));
+	bool take = r->phase == PHASE_MOUNTED ||
+		    (r->phase == PHASE_UP && bytes_held(&r->to) < FIRST_BUFFER && !table_full(&r->table));
 
 	watch_change(r, &r->fuse_watch, &r->fuse_watched, take, EPOLLIN);
 	watch_change(r, &r->in_watch, &r->in_watched, up, EPOLLIN);
@@ -258,7 +259,8 @@ static void stream_died(struct relay *r, const char *how, bool hung)
 	/* The end of the stream may be seen before that of the process. One that hangs gets no time. */
 	if (upstream_stop(r, hung ? 0 : 500, &status)) {
 		if (WIFSIGNALED(status))
-			snprintf(ending, sizeof(ending), ": killed by signal %d (%s)", WTERMSIG(status), strsignal(WTERMSIG(status)));
+			snprintf(ending, sizeof(ending), ": killed by signal %d (%s)", WTERMSIG(status),
+				 strsignal(WTERMSIG(status)));
 		else if (WEXITSTATUS(status))
 			snprintf(ending, sizeof(ending), ": exit status %d", WEXITSTATUS(status));
 	}
@@ -280,18 +282,20 @@ static void stream_died(struct relay *r, const char *how, bool hung)
 	while (may_restart(r)) {
 		struct err e = { 0 };
 
-		host_say(true, "%s %s%s: starting it again; its sandboxes are gone%s%s", r->backend->what, how, ending, *more ? "; " : "",
-			 more);
+		host_say(true, "%s %s%s: starting it again; its sandboxes are gone%s%s", r->backend->what, how, ending,
+			 *more ? "; " : "", more);
 		if (upstream_start(r, &e) == 0) {
 			r->phase = PHASE_INIT;
 			send_upstream(r, r->init, r->init_bytes);
-			table_push(&r->table, &(struct request){ ((struct fuse_in_header *)r->init)->unique, FUSE_INIT, 0 });
+			table_push(&r->table,
+				   &(struct request){ ((struct fuse_in_header *)r->init)->unique, FUSE_INIT, 0 });
 			watches_update(r);
 			return;
 		}
 		snprintf(more, sizeof(more), "%s", e.text);
 	}
-	over(r, err_set(&r->err, EIO, "%s %s%s, too often: giving up%s%s", r->backend->what, how, ending, *more ? "; " : "", more));
+	over(r, err_set(&r->err, EIO, "%s %s%s, too often: giving up%s%s", r->backend->what, how, ending,
+			*more ? "; " : "", more));
 }
 
 /* The answer to FUSE_INIT: the kernel's to see the first time, and the same again after every restart. */
@@ -536,7 +540,8 @@ static void fuse_ready(struct watch *w, uint32_t events)
 		bool keep;
 		ssize_t got;
 
-		if (bytes_held(&r->to) >= FIRST_BUFFER || (r->phase != PHASE_MOUNTED && r->phase != PHASE_UP) || table_full(&r->table))
+		if (bytes_held(&r->to) >= FIRST_BUFFER || (r->phase != PHASE_MOUNTED && r->phase != PHASE_UP) ||
+		    table_full(&r->table))
 			break;
 		if (bytes_reserve(&r->to, MAX(FIRST_BUFFER, r->agreed.max_write + 65536u)) < 0)
 			break;
@@ -613,7 +618,8 @@ static int relay_mount(struct relay *r, struct err *e)
 {
 	static const struct fuse_lowlevel_ops none = { 0 };
 	struct stat st;
-	const char *const argv[] = { "vmenvfs", "-o", r->options->mount_options ? r->options->mount_options : "fsname=vmenvfs", NULL };
+	const char *const argv[] = { "vmenvfs", "-o",
+				     r->options->mount_options ? r->options->mount_options : "fsname=vmenvfs", NULL };
 	struct fuse_args args = FUSE_ARGS_INIT(3, (char **)argv);
 
 	if (stat(r->options->mountpoint, &st) < 0)
@@ -690,6 +696,8 @@ int relay_run(const struct host_options *o, struct backend *b, struct err *e)
 		fail_pending(r);
 		fuse_session_unmount(r->session);
 	}
+	if (b->ending)
+		b->ending(b);
 	upstream_stop(r, r->answered ? (int)b->end_within * 1000 : 100, &status);
 	if (r->session)
 		fuse_session_destroy(r->session);

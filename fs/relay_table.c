@@ -108,7 +108,8 @@ static int handle_add(struct table *t, uint64_t theirs, uint64_t *ours)
 	else {
 		if (t->handle_used == t->handle_room) {
 			uint32_t room = t->handle_room ? t->handle_room * 2 : 256;
-			struct handle_entry *more = room <= HANDLES_MAX ? realloc(t->handles, room * sizeof(*more)) : NULL;
+			struct handle_entry *more =
+			    room <= HANDLES_MAX ? realloc(t->handles, room * sizeof(*more)) : NULL;
 
 			if (!more)
 				return -ENOMEM;
@@ -175,7 +176,8 @@ int table_request(struct table *t, const struct request *q, char *message, size_
 		return translate(t, message, n, body, true) ? TABLE_FORWARD : 0;
 	case FUSE_GETATTR:
 		/* A lost file's attributes are still its inode's. */
-		if ((flags & FUSE_GETATTR_FH) && !translate(t, message, n, body + offsetof(struct fuse_getattr_in, fh), false)) {
+		if ((flags & FUSE_GETATTR_FH) &&
+		    !translate(t, message, n, body + offsetof(struct fuse_getattr_in, fh), false)) {
 			flags &= ~FUSE_GETATTR_FH;
 			memcpy(message + body, &flags, sizeof(flags));
 		}

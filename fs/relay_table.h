@@ -5,14 +5,14 @@
 
 #include <vmenv/util.h>
 
-#define PENDING_MAX 65536u  /* requests at once */
+#define PENDING_MAX 65536u   /* requests at once */
 #define HANDLES_MAX 1048576u /* open files at once */
 
 struct request {
 	uint64_t unique;
 	uint32_t opcode;
 	uint32_t thread; /* that waits for the answer */
-	uint32_t next;   /* the table's */
+	uint32_t next;	 /* the table's */
 };
 
 /* Our number for an open file is its place in the table plus one. */
@@ -40,8 +40,8 @@ const struct request *table_find(const struct table *t, uint64_t unique);
 bool table_pop(struct table *t, struct request *q);
 
 /*
- * A request on its way to the server: our file numbers in it become the server's. TABLE_FORWARD, or the errno to answer it
- * with (0: success) in the server's stead, as the file was opened at a server that is gone.
+ * A request on its way to the server: our file numbers in it become the server's. TABLE_FORWARD, or the errno to answer
+ * it with (0: success) in the server's stead, as the file was opened at a server that is gone.
  */
 #define TABLE_FORWARD (-1)
 int table_request(struct table *t, const struct request *q, char *message, size_t n);

@@ -262,9 +262,11 @@ int store_settle(const char *path, struct err *e)
 		return r;
 	}
 	sqlite3_busy_timeout(s.db, 5000);
+	/* A connection that has not read yet does not know that there is a log, and its checkpoint does nothing. */
+	r = run(&s, "SELECT 1 FROM sqlite_schema LIMIT 1", e);
 	/* PASSIVE never makes the server's own connection wait; it syncs the log before it copies. */
-	r = sqlite3_wal_checkpoint_v2(s.db, NULL, SQLITE_CHECKPOINT_PASSIVE, NULL, NULL) == SQLITE_OK ? 0
-												      : failed(&s, e);
+	if (r == 0 && sqlite3_wal_checkpoint_v2(s.db, NULL, SQLITE_CHECKPOINT_PASSIVE, NULL, NULL) != SQLITE_OK)
+		r = failed(&s, e);
 	sqlite3_close(s.db);
 	return r;
 }

@@ -46,7 +46,9 @@ static int command_start(struct backend *b, struct upstream *u, struct err *e)
 
 int via_run(const struct host_options *o, const char *command, struct err *e)
 {
-	struct backend b = { .what = "the command of --via", .start = command_start, .end_within = 5, .arg = (void *)command };
+	struct backend b = {
+		.what = "the command of --via", .start = command_start, .end_within = 5, .arg = (void *)command
+	};
 
 	return relay_run(o, &b, e);
 }

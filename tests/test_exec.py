@@ -123,7 +123,7 @@ def test_stdout_and_stderr_are_apart(sandbox):
 
 
 def test_script_of_a_megabyte(sandbox):
-    text = ''.join(f'{n:06d} filler filler filler\n' for n in range(36000))
+    text = ''.join(f'{n:06d} filler filler filler\n' for n in range(40000))
     assert len(text) > 1 << 20
     script = f"cat > /tmp/big <<'EOF'\n{text}EOF\nsha256sum < /tmp/big\n"
     sandbox.write('exec', script)
@@ -208,7 +208,7 @@ def test_user_and_cwd_files(sandbox):
 def test_the_guest_is_linux_of_its_own(sandbox):
     assert sandbox.sh('uname -s') == 'Linux'
     assert sandbox.sh('cat /etc/ready') == 'set up'
-    assert 'vmenv-agent' not in sandbox.processes()  # out of sight
+    assert not [line for line in sandbox.processes() if 'agent' in line]  # out of sight
     assert sandbox.sh('echo still > /dev/null && head -c 4 /dev/zero | wc -c') == '4'
     names = sandbox.sh('ls /dev').split()
     assert {'null', 'zero', 'full', 'random', 'urandom', 'tty', 'ptmx', 'pts', 'shm', 'fd', 'stdin', 'stdout', 'stderr'} <= set(names)

@@ -69,10 +69,10 @@ def test_200_creates_and_removals_leave_nothing(mount):
 def test_runs_leave_nothing_in_the_guest_and_the_server(mount):
     sandbox = mount.create()
     sandbox.sh(':')
-    before, inside = descriptors(mount), len(sandbox.processes().splitlines())
+    before, inside = descriptors(mount), len(sandbox.processes())
     for n in range(60):
         assert sandbox.exec(f'echo {n}') == f'{n}\n'.encode()
-    assert len(sandbox.processes().splitlines()) == inside
+    assert len(sandbox.processes()) == inside
     assert descriptors(mount) <= before + 2
     os.rmdir(sandbox.path)
 

@@ -24,8 +24,13 @@ def waiter(sandbox, how, script):
                             stderr=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
-def gone(sandbox, *words):
-    until(lambda: not any(word in sandbox.processes() for word in words), 30, f'{words} are gone from the guest')
+def sleeping(sandbox):
+    """The descendants, which are told by how long they sleep; the shell that started them has them in its arguments."""
+    return sorted(line for line in sandbox.processes() if line.startswith('sleep 432'))
+
+
+def gone(sandbox):
+    until(lambda: not any('sleep 432' in line for line in sandbox.processes()), 30, 'the descendants are gone from the guest')
 
 
 DESCENDANTS = 'trap "" TERM INT HUP; (setsid sleep 4321 &); sleep 4322 & sleep 4323'
@@ -36,11 +41,11 @@ DESCENDANTS = 'trap "" TERM INT HUP; (setsid sleep 4321 &); sleep 4322 & sleep 4
 def test_interrupted_waiter_kills_the_run(sandbox, how, number):
     child = waiter(sandbox, how, DESCENDANTS)
     sandbox.started(1)
-    until(lambda: sandbox.processes().count('sleep 432') == 3, 30, 'the descendants run')
+    until(lambda: sleeping(sandbox) == ['sleep 4321', 'sleep 4322', 'sleep 4323'], 30, 'the descendants run')
     child.send_signal(number)
     child.wait(30)
     assert sandbox.ended(1, 30) == 'killed'
-    gone(sandbox, 'sleep 432')
+    gone(sandbox)
     assert sandbox.exec('echo usable') == b'usable\n'
 
 
@@ -125,7 +130,7 @@ def test_timeout_kills_every_descendant_and_keeps_the_output(sandbox):
     assert (sandbox.word('exit_code'), sandbox.word('runs/1/state')) == ('124', 'timeout')
     assert (sandbox.text('stdout'), sandbox.text('stderr')) == ('before\n', 'complaint\n')
     sandbox.write('timeout', '60\n')
-    gone(sandbox, 'sleep 432')
+    gone(sandbox)
 
 
 def test_background_child_does_not_hold_the_run(sandbox):
@@ -137,7 +142,7 @@ def test_background_child_does_not_hold_the_run(sandbox):
 def test_ctl_of_a_run_kills_it(sandbox):
     run = Background(write_file, sandbox.path / 'exec', 'trap "echo caught; exit 9" TERM; while :; do sleep 0.05; done\n')
     sandbox.started(1)
-    until(lambda: 'sleep' in sandbox.processes(), 30)
+    until(lambda: 'sleep 0.05' in sandbox.processes(), 30)
     sandbox.write('runs/1/ctl', 'kill TERM\n')
     run.result()
     assert (sandbox.text('runs/1/stdout'), sandbox.word('runs/1/exit_code')) == ('caught\n', '9')
@@ -147,7 +152,7 @@ def test_ctl_of_a_run_kills_it(sandbox):
     run.result()
     assert sandbox.ended(number) == 'killed'
     assert sandbox.word(f'runs/{number}/exit_code') == '137'
-    gone(sandbox, 'sleep 432')
+    gone(sandbox)
 
 
 def test_wrong_signal_is_refused(sandbox):

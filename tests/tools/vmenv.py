@@ -201,8 +201,8 @@ class Sandbox:
         return self.path.is_dir()
 
     def processes(self):
-        """The command lines of all that runs in the guest."""
-        return self.sh('ps -o args')
+        """The command lines of all that runs in the guest, one each."""
+        return [line.strip() for line in self.sh('ps -o args').splitlines()[1:]]
 
     def started(self, number, seconds=60):
         """Waits for run N to be in progress."""

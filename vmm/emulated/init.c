@@ -83,7 +83,8 @@ static int mount_basics(void)
 
 	for (size_t n = 0; n < ARRAY_SIZE(mounts); n++) {
 		mkdir(mounts[n].at, 0755);
-		if (mount(mounts[n].type, mounts[n].at, mounts[n].type, mounts[n].flags, mounts[n].options) < 0 && errno != EBUSY) {
+		if (mount(mounts[n].type, mounts[n].at, mounts[n].type, mounts[n].flags, mounts[n].options) < 0 &&
+		    errno != EBUSY) {
 			say("cannot mount %s: %s", mounts[n].at, strerror(errno));
 			if (mounts[n].vital)
 				return -1;
@@ -92,7 +93,8 @@ static int mount_basics(void)
 	return 0;
 }
 
-/* A module's parameters from the kernel command line, its words MODULE.NAME=VALUE; a built-in modprobe would do the same. */
+/* A module's parameters from the kernel command line, its words MODULE.NAME=VALUE; a built-in modprobe would do the
+ * same. */
 static void module_parameters(const struct init *i, const char *file, char *out, size_t size)
 {
 	size_t name = strcspn(file, "."), n = 0;
@@ -104,11 +106,13 @@ static void module_parameters(const struct init *i, const char *file, char *out,
 		for (size_t k = 0; k < name && same; k++)
 			same = s[k] == file[k] || ((s[k] == '-' || s[k] == '_') && (file[k] == '-' || file[k] == '_'));
 		if (same && s[name] == '.' && n < size)
-			n += (size_t)snprintf(out + n, size - n, "%.*s ", (int)strcspn(s + name + 1, " \n"), s + name + 1);
+			n += (size_t)snprintf(out + n, size - n, "%.*s ", (int)strcspn(s + name + 1, " \n"),
+					      s + name + 1);
 	}
 }
 
-/* In the order given, so dependencies come first; a line is "FILE [OPTION]...". A module that does not fit this processor is passed over. */
+/* In the order given, so dependencies come first; a line is "FILE [OPTION]...". A module that does not fit this
+ * processor is passed over. */
 static void load_modules(const struct init *i)
 {
 	AUTO_FILE FILE *order = fopen("/modules/order", "re");
@@ -126,7 +130,8 @@ static void load_modules(const struct init *i)
 		AUTO_CLOSE int fd = open(path, O_RDONLY | O_CLOEXEC);
 
 		module_parameters(i, line, parameters + given, sizeof(parameters) - (size_t)given);
-		if ((fd < 0 || syscall(SYS_finit_module, fd, parameters, 0) < 0) && errno != EEXIST && errno != EOPNOTSUPP)
+		if ((fd < 0 || syscall(SYS_finit_module, fd, parameters, 0) < 0) && errno != EEXIST &&
+		    errno != EOPNOTSUPP)
 			say("cannot load %s: %s", line, strerror(errno));
 	}
 }
@@ -228,8 +233,10 @@ static int mount_state(const char *device)
 		return -1;
 	}
 	if (kind == 0) {
-		const char *const mkfs[] = { "/sbin/mke2fs", "-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-J", "size=64",
-			"-i", "65536", "-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard", device, NULL };
+		/* Few inodes: it holds images, not trees. The journal's and the tables' zeros come from the blank disk. */
+		const char *const mkfs[] = { "/sbin/mke2fs", "-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-i", "65536",
+					     "-J", "size=64", "-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard",
+					     device, NULL };
 
 		if (run(mkfs) != 0) {
 			say("mke2fs of %s failed", device);
@@ -280,7 +287,8 @@ static int open_port(const char *name, unsigned ms)
 	return -1;
 }
 
-/* Takes what the outside says the time is. A machine that was suspended, or emulated in fits and starts, falls behind. */
+/* Takes what the outside says the time is. A machine that was suspended, or emulated in fits and starts, falls behind.
+ */
 static void keep_clock(struct init *i)
 {
 	struct port_time message;
@@ -295,7 +303,8 @@ static void keep_clock(struct init *i)
 		return;
 	off = (int64_t)(message.realtime_ns - now_ns(CLOCK_REALTIME));
 	if (off > 100000000 || off < -100000000) {
-		struct timespec ts = { (time_t)(message.realtime_ns / 1000000000u), (long)(message.realtime_ns % 1000000000u) };
+		struct timespec ts = { (time_t)(message.realtime_ns / 1000000000u),
+				       (long)(message.realtime_ns % 1000000000u) };
 
 		clock_settime(CLOCK_REALTIME, &ts);
 	} else {
@@ -320,14 +329,16 @@ static void keep_clock(struct init *i)
 	}
 }
 
-/* The server is vmenvfs, or /bin/server where the initramfs has one: that is how contributors run something else in here. */
+/* The server is vmenvfs, or /bin/server where the initramfs has one: that is how contributors run something else in
+ * here. */
 static pid_t start_server(int port)
 {
 	pid_t pid = fork();
 
 	if (pid == 0) {
 		static const char *const argv[] = { "/bin/server", NULL };
-		static const char *const env[] = { "PATH=/bin:/sbin:/usr/bin:/usr/sbin", "HOME=/state", "LC_ALL=C.UTF-8", NULL };
+		static const char *const env[] = { "PATH=/bin:/sbin:/usr/bin:/usr/sbin", "HOME=/state",
+						   "LC_ALL=C.UTF-8", NULL };
 		sigset_t none;
 
 		sigemptyset(&none);
@@ -338,8 +349,9 @@ static pid_t start_server(int port)
 		if (access("/bin/server", X_OK) == 0)
 			execve(argv[0], (char *const *)argv, (char *const *)env);
 		else {
-			static const char *const server[] = { "/bin/vmenvfs", "--stdio", "--accel=kvm", "--state", "/state", "--kernel",
-				"/boot/vmlinuz", "--initrd", "/boot/guest.img", "--machine", "/bin/vmenv-machine", NULL };
+			static const char *const server[] = { "/bin/vmenvfs", "--stdio", "--accel=kvm", "--state", "/state",
+							      "--kernel", "/boot/vmlinuz", "--initrd", "/boot/guest.img",
+							      "--machine", "/bin/vmenv-machine", NULL };
 
 			execve(server[0], (char *const *)server, (char *const *)env);
 		}
@@ -365,7 +377,8 @@ static void supervise(struct init *i)
 		while ((pid = waitpid(-1, &status, WNOHANG)) > 0)
 			if (pid == i->server) {
 				if (WIFSIGNALED(status))
-					say("the server was killed by signal %d (%s)", WTERMSIG(status), strsignal(WTERMSIG(status)));
+					say("the server was killed by signal %d (%s)", WTERMSIG(status),
+					    strsignal(WTERMSIG(status)));
 				else if (WEXITSTATUS(status) != 0)
 					say("the server ended with status %d", WEXITSTATUS(status));
 				return;

@@ -5,14 +5,14 @@
 
 #include <stdint.h>
 
-#define PORT_FUSE "vmenv.fuse"   /* the FUSE stream, framed by its own headers */
+#define PORT_FUSE "vmenv.fuse"	 /* the FUSE stream, framed by its own headers */
 #define PORT_CLOCK "vmenv.clock" /* any byte asks for struct port_time; it also comes by itself every few seconds */
 
 #define PORT_TIME_MAGIC 0x314d4954564d56ull
 
 struct port_time {
 	uint64_t magic;
-	uint64_t realtime_ns;   /* CLOCK_REALTIME outside, now */
+	uint64_t realtime_ns;	/* CLOCK_REALTIME outside, now */
 	uint32_t entropy_bytes; /* 0 or sizeof entropy */
 	uint32_t zero;
 	unsigned char entropy[64];

@@ -148,12 +148,10 @@ static int check_sections(const uint8_t *bytes, size_t n, struct err *e)
 	return 0;
 }
 
-static int check_header(const struct state_header *h, size_t n, const struct fingerprint *cpu, struct err *e)
+static int check_header(const struct state_header *h, const struct fingerprint *cpu, struct err *e)
 {
 	uint64_t disk = h->disk_bytes, ram = h->memory_bytes;
 
-	if (h->bytes != n)
-		return err_set(e, EINVAL, "the saved state is cut short or has something behind it");
 	if (memchr(h->cpu.text, 0, sizeof(h->cpu.text)) == NULL)
 		return err_set(e, EINVAL, "the saved state is damaged: it names no processor");
 	if (memcmp(h->cpu.digest, cpu->digest, sizeof(cpu->digest)))
@@ -180,12 +178,14 @@ int state_check(const uint8_t *bytes, size_t n, const struct fingerprint *cpu, s
 	if (h->version != STATE_VERSION)
 		return err_set(e, ENOTSUP, "the saved state has version %u; this program reads version %u", h->version,
 			       STATE_VERSION);
+	if (h->bytes != n)
+		return err_set(e, EINVAL, "the saved state is cut short or has something behind it");
 	r = digest(bytes, n, sum, e);
 	if (r < 0)
 		return r;
 	if (memcmp(sum, h->digest, sizeof(sum)))
 		return err_set(e, EINVAL, "the saved state is damaged: its SHA-256 does not match");
-	r = check_header(h, n, cpu, e);
+	r = check_header(h, cpu, e);
 	return r < 0 ? r : check_sections(bytes, n, e);
 }
 

@@ -10,7 +10,7 @@
 #include <sys/socket.h>
 
 #define SMALL_MAX 65536u /* bytes of a frame that is not output */
-#define READ_BYTES 65536u
+#define READ_BYTES (192u << 10) /* about what a socket holds */
 
 static void want(struct agent *a)
 {
@@ -222,8 +222,7 @@ static int reserve(struct agent *a, size_t n)
 	return 0;
 }
 
-/* Into the buffer only: several frames go out in one send. */
-static int put(struct agent *a, uint32_t type, const void *payload, size_t n)
+int agent_queue(struct agent *a, uint32_t type, const void *payload, size_t n)
 {
 	struct agent_frame f = { .length = (uint32_t)n, .type = type };
 
@@ -237,12 +236,18 @@ static int put(struct agent *a, uint32_t type, const void *payload, size_t n)
 	return 0;
 }
 
+void agent_flush(struct agent *a)
+{
+	if (!a->closed && !a->failed)
+		transmit(a);
+}
+
 int agent_send(struct agent *a, uint32_t type, const void *payload, size_t n)
 {
-	int r = put(a, type, payload, n);
+	int r = agent_queue(a, type, payload, n);
 
-	if (r == 0 && !a->closed && !a->failed)
-		transmit(a);
+	if (r == 0)
+		agent_flush(a);
 	return r;
 }
 
@@ -268,7 +273,7 @@ static int put_data(struct agent *a, const void *bytes, size_t n)
 
 	for (size_t done = 0, take; r == 0 && done < n; done += take) {
 		take = MIN(n - done, AGENT_FRAME_MAX);
-		r = put(a, AGENT_DATA, p + done, take);
+		r = agent_queue(a, AGENT_DATA, p + done, take);
 	}
 	return r;
 }
@@ -276,7 +281,8 @@ static int put_data(struct agent *a, const void *bytes, size_t n)
 int agent_send_run(struct agent *a, const struct agent_run *r)
 {
 	AUTO_FREE char *text = NULL;
-	json_t *j = json_pack("{s:I, s:O*, s:I, s:I, s:s, s:s, s:O, s:I, s:I}", "run", (json_int_t)r->number, "argv",
+	json_t *j = json_pack("{s:I, s:I, s:O*, s:I, s:I, s:s, s:s, s:O, s:I, s:I}", "run", (json_int_t)r->number,
+			      "oldest", (json_int_t)r->oldest, "argv",
 			      r->argv, "script_bytes", (json_int_t)(r->argv ? 0 : r->script_bytes), "stdin_bytes",
 			      (json_int_t)r->input_bytes, "cwd", r->cwd, "user", r->user, "env", r->env, "timeout_ms",
 			      (json_int_t)r->timeout_ms, "output_limit", (json_int_t)r->output_limit);
@@ -293,7 +299,7 @@ int agent_send_run(struct agent *a, const struct agent_run *r)
 	n = strlen(text);
 	if (n > AGENT_FRAME_MAX)
 		return -E2BIG;
-	if (put(a, AGENT_RUN, text, n) < 0 || (!r->argv && put_data(a, r->script, r->script_bytes) < 0) ||
+	if (agent_queue(a, AGENT_RUN, text, n) < 0 || (!r->argv && put_data(a, r->script, r->script_bytes) < 0) ||
 	    put_data(a, r->input, r->input_bytes) < 0)
 		return -ENOMEM;
 	transmit(a);

@@ -35,12 +35,15 @@ int agent_open(struct loop *l, int fd, struct agent **a, struct err *e);
 void agent_close(struct agent *a);
 /* Queues; an error shows as `ended`. -ENOMEM, or 0. */
 int agent_send(struct agent *a, uint32_t type, const void *payload, size_t n);
+/* The same, but it leaves with what is sent next, or at agent_flush. */
+int agent_queue(struct agent *a, uint32_t type, const void *payload, size_t n);
+void agent_flush(struct agent *a);
 
 /* unix_ns: ignored if frozen. entropy is fresh each time. */
 int agent_send_setup(struct agent *a, int64_t unix_ns, bool frozen);
 
 struct agent_run {
-	uint64_t number;
+	uint64_t number, oldest; /* oldest: of the runs in progress */
 	json_t *argv;       /* or NULL: the script */
 	const void *script; size_t script_bytes;
 	const void *input; size_t input_bytes;

@@ -17,11 +17,11 @@ static void close_stream(struct awaken *a)
 
 void awaken_cancel(struct awaken *a)
 {
+	close_stream(a);
 	if (!a->active)
 		return;
 	a->active = false;
 	machine_call_drop(&a->resume);
-	close_stream(a);
 	loop_timer_cancel(a->loop, &a->retry);
 	loop_timer_cancel(a->loop, &a->deadline);
 }
@@ -30,9 +30,14 @@ static void end(struct awaken *a, int status, const struct err *e)
 {
 	struct err copy = { 0 };
 
+	struct agent *agent = NULL;
+
 	if (e)
 		copy = *e;
+	if (status == 0)
+		agent = steal_ptr(&a->agent);
 	awaken_cancel(a);
+	a->agent = agent;
 	a->done(a, status, status < 0 ? &copy : NULL);
 }
 
@@ -54,9 +59,12 @@ static void on_frame(struct agent *agent, uint32_t type, const uint8_t *payload,
 	struct awaken *a = agent->arg;
 	struct err e = { 0 };
 
+	if (a->greeted) {
+		close_stream(a);
+		return;
+	}
 	if (type == AGENT_OK) {
 		a->greeted = true;
-		close_stream(a);
 		maybe_done(a);
 		return;
 	}
@@ -69,23 +77,32 @@ static void on_frame(struct agent *agent, uint32_t type, const uint8_t *payload,
 
 static void on_output(struct agent *agent, unsigned which, const uint8_t *bytes, uint32_t n)
 {
+	struct awaken *a = agent->arg;
 	struct err e = { 0 };
 
 	err_set(&e, EPROTO, "the guest's agent answered the set-up with output");
-	end(agent->arg, -EPROTO, &e);
+	if (a->greeted)
+		close_stream(a);
+	else
+		end(a, -EPROTO, &e);
 }
 
 static void on_ended(struct agent *agent, const struct err *e)
 {
-	try_again(agent->arg, e);
+	struct awaken *a = agent->arg;
+
+	if (a->greeted)
+		close_stream(a);
+	else
+		try_again(a, e);
 }
 
 static void on_connect(struct machine_call *call, int status, const struct machine_msg *m, const struct err *e)
 {
 	struct awaken *a = call->arg;
 
-	if (status == 0)
-		return; /* what is in the stream is on its way */
+	if (status == 0 || a->greeted)
+		return; /* what is in the stream is on its way, or was there already */
 	if (!m && status != -ETIMEDOUT)
 		end(a, status, e); /* the machine is no more */
 	else

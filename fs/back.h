@@ -109,7 +109,7 @@ struct awaken {
 	struct loop *loop;
 	struct machine_client *machine;
 	struct machine_call resume, connect;
-	struct agent *agent;
+	struct agent *agent; /* at done, and then: the owner may take it; else awaken_cancel closes it */
 	struct timer retry, deadline;
 	const struct config *config;
 	bool active, resumed, greeted;
@@ -120,9 +120,21 @@ int awaken_start(struct awaken *a, struct loop *l, struct machine_client *m, con
 		 uint64_t patience_ms, struct err *e);
 void awaken_cancel(struct awaken *a);
 
+/* spare.c: a stream to a sandbox's agent that waits for the next run, which so need not open one. */
+struct spare {
+	struct agent *agent; /* or NULL */
+	struct loop *loop;
+	struct timer flush;
+};
+/* Takes a stream over whose purpose is done; NULL is fine. */
+void spare_put(struct sandbox *s, struct agent *a);
+struct agent *spare_take(struct sandbox *s); /* or NULL */
+void spare_close(struct sandbox *s);
+
 /* sandbox.c, birth.c */
 struct sandbox_private {
 	struct machine_client *machine; /* NULL: none (yet, or any more) */
+	struct spare spare;             /* to that machine's agent */
 	struct birth *birth;            /* that makes it, or makes its next machine (reset) */
 	struct change *change;          /* freeze or thaw in progress */
 	struct timer ttl;

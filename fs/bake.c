@@ -416,6 +416,7 @@ static void child_awake(struct awaken *a, int status, const struct err *e)
 {
 	struct bake *b = a->arg;
 
+	agent_close(steal_ptr(&a->agent));
 	if (status < 0)
 		fail_with(b, -status, "a machine restored from the template does not work: %.380s", e->text);
 	else
@@ -650,6 +651,7 @@ static void on_awake(struct awaken *a, int status, const struct err *e)
 {
 	struct bake *b = a->arg;
 
+	agent_close(steal_ptr(&a->agent));
 	if (status < 0) {
 		fail_with(b, -status, "the machine does not boot: %.380s", e->text);
 		return;

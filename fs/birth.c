@@ -132,6 +132,7 @@ static void finish(struct birth *b)
 			replace(n);
 		if (n->machine)
 			sandbox_take_machine(s, steal_ptr(&n->machine));
+		spare_put(s, steal_ptr(&n->awaken.agent));
 		s->p->console_given = s->p->was_awake = !b->frozen;
 		s->p->pause_ns = b->pause_ns;
 		if (b->kind == BIRTH_RESET) {

@@ -12,8 +12,9 @@ struct daemon {
 
 /*
  * Call it before anything that a fork would break (threads, epoll, mounts). The parent waits in there: it exits with 0
- * when the child calls daemon_ready, or else with the child's exit status. The child returns 0, in a session of its own,
- * its standard error still the terminal's.
+ * when the child calls daemon_ready, or else with the child's exit status; SIGINT, SIGTERM and SIGHUP are passed on to the
+ * child meanwhile. The child returns 0, still with the terminal, so that Ctrl-C ends it and what it starts can ask for a
+ * password.
  */
 int daemon_start(struct daemon *d, struct err *e);
 /* The mount answers: lets the parent go, and the terminal too. */

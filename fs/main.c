@@ -7,6 +7,7 @@
 #include "core.h"
 #include "daemon.h"
 #include "host.h"
+#include "mountpoint.h"
 #include "session.h"
 
 #ifndef VMENVFS_VERSION
@@ -269,8 +270,10 @@ static int run(struct options *o, struct err *e)
 		.mountpoint = o->mountpoint, .mount_options = mount_options, .state = o->state, .kernel = o->kernel,
 		.emulated_memory_mb = o->emulated_memory_mb, .ready = ready, .arg = &o->daemon,
 	};
-	int r = daemon_start(&o->daemon, e);
+	int r = o->mountpoint ? mountpoint_check(o->mountpoint, e) : 0;
 
+	if (r == 0)
+		r = daemon_start(&o->daemon, e);
 	if (r < 0)
 		return r;
 	if (o->via)

@@ -11,6 +11,7 @@
 #include <vmenv/loop.h>
 
 #include "interrupt.h"
+#include "mountpoint.h"
 #include "relay_table.h"
 
 #define PAYLOAD_MAX (16u << 20)		   /* of one message, whatever is negotiated */
@@ -49,6 +50,7 @@ struct relay {
 	struct watch fuse_watch, signal_watch, in_watch, out_watch, aside_watch;
 	bool fuse_watched, in_watched, out_watched, aside_watched;
 	struct timer second;
+	struct mount_watch mount;
 
 	enum phase phase;
 	struct upstream upstream; /* pid 0: none */
@@ -614,6 +616,11 @@ static void signal_ready(struct watch *w, uint32_t events)
 		over(r, 0);
 }
 
+static void unmounted(void *arg)
+{
+	over(arg, 0);
+}
+
 static int relay_mount(struct relay *r, struct err *e)
 {
 	static const struct fuse_lowlevel_ops none = { 0 };
@@ -666,6 +673,7 @@ static int relay_start(struct relay *r, struct err *e)
 	r->signal_watch = (struct watch){ r->signals, signal_ready, r };
 	r->second = (struct timer){ .fire = each_second, .arg = r };
 	loop_add(r->loop, &r->signal_watch, EPOLLIN);
+	mount_watch_start(&r->mount, r->loop, r->options->mountpoint, unmounted, r);
 	loop_timer(r->loop, &r->second, now_ns(CLOCK_MONOTONIC) + SECOND);
 	watches_update(r);
 	return 0;
@@ -694,8 +702,13 @@ int relay_run(const struct host_options *o, struct backend *b, struct err *e)
 	progress(r, true);
 	if (r->session) {
 		fail_pending(r);
-		fuse_session_unmount(r->session);
+		/* What is mounted there by now may be somebody else's. The connection ends with its descriptor. */
+		if (!r->mount.gone)
+			fuse_session_unmount(r->session);
+		else
+			close(r->fuse);
 	}
+	mount_watch_stop(&r->mount);
 	if (b->ending)
 		b->ending(b);
 	upstream_stop(r, r->answered ? (int)b->end_within * 1000 : 100, &status);

@@ -14,7 +14,7 @@
 #define GRACE_MS 5000u   /* for the guest to see to its own deadline, or to a SIGKILL */
 #define RETRY_MS 50u
 #define ATTEMPTS 60u
-#define ACK_BYTES 65536u
+#define ACK_BYTES (AGENT_WINDOW / 4)
 #define ARGV_MAX (1u << 19)
 #define RECENT 4 /* ended runs whose files stay open */
 
@@ -168,6 +168,18 @@ void link_close(struct run *r)
 	machine_call_drop(&r->p->connect);
 	agent_close(r->p->agent);
 	r->p->agent = NULL;
+}
+
+/* The agent may forget the run; the stream waits for the next one. */
+static void link_keep(struct run *r)
+{
+	struct agent *a = steal_ptr(&r->p->agent);
+
+	machine_call_drop(&r->p->connect);
+	if (agent_queue(a, AGENT_NEXT, NULL, 0) < 0)
+		agent_close(a);
+	else
+		spare_put(r->sandbox, a);
 }
 
 static void save(struct run *r)
@@ -385,8 +397,7 @@ static void on_frame(struct agent *a, uint32_t type, const uint8_t *payload, uin
 		}
 		if (agent_read_exit(payload, n, &p->result, &e) < 0)
 			break;
-		agent_send(a, AGENT_RELEASE, NULL, 0);
-		link_close(r);
+		link_keep(r);
 		finish(r);
 		return;
 	case AGENT_FAILED:
@@ -442,17 +453,28 @@ static void on_connect(struct machine_call *call, int status, const struct machi
 		link_broken(r, e); /* else the machine is no more, which its sandbox is about to hear */
 }
 
+static uint64_t oldest(const struct sandbox *s, uint64_t number)
+{
+	for (const struct run *r = s->runs; r; r = r->next)
+		if (run_going(r) && r->number < number)
+			number = r->number;
+	return number;
+}
+
 static int link_open(struct run *r, struct err *e)
 {
 	struct run_private *p = r->p;
 	struct sandbox *s = r->sandbox;
-	int fd, status;
+	int fd, status = 0;
 
-	p->sent = false;
+	if (!p->attach)
+		p->agent = spare_take(s);
+	p->sent = p->agent;
 	p->connect.done = on_connect;
 	p->connect.arg = r;
-	status = machine_stream(s->p->machine, &p->connect, MACHINE_AGENT_PORT, 0, &fd, e);
-	if (status == 0)
+	if (!p->agent)
+		status = machine_stream(s->p->machine, &p->connect, MACHINE_AGENT_PORT, 0, &fd, e);
+	if (!p->agent && status == 0)
 		status = agent_open(s->core->loop, fd, &p->agent, e);
 	if (status < 0) {
 		machine_call_drop(&p->connect);
@@ -466,7 +488,7 @@ static int link_open(struct run *r, struct err *e)
 		status = agent_send_attach(p->agent, r->number);
 	else
 		status = agent_send_run(p->agent, &(struct agent_run){
-			.number = r->number, .argv = p->argv, .script = r->command, .script_bytes = r->command_bytes,
+			.number = r->number, .oldest = oldest(s, r->number), .argv = p->argv, .script = r->command, .script_bytes = r->command_bytes,
 			.input = p->input, .input_bytes = p->input_bytes, .cwd = p->cwd, .user = p->user, .env = p->env,
 			.timeout_ms = p->timeout_ms, .output_limit = p->limit });
 	if (status < 0) {

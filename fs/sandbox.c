@@ -256,6 +256,7 @@ static void machine_ended(struct machine_client *m, const char *sentence)
 
 	s->core->count.deaths++;
 	s->p->machine = NULL;
+	spare_close(s);
 	err_set(&e, EIO, "sandbox %s is dead: %.380s", s->name, sentence);
 	change_end(s, -EIO, &e);
 	/* A reset goes on: its machine is another one. */
@@ -286,6 +287,7 @@ void sandbox_release_machine(struct sandbox *s, const char *why)
 	if (!m)
 		return;
 	s->p->machine = NULL;
+	spare_close(s);
 	s->p->console_given = false;
 	if (!m->sentence[0])
 		snprintf(m->sentence, sizeof(m->sentence), "%.470s", why);
@@ -381,6 +383,7 @@ static void on_awake(struct awaken *a, int status, const struct err *e)
 	if (status == 0 || a->resumed) {
 		s->p->console_given = s->p->was_awake = true;
 		runs_thaw(s);
+		spare_put(s, steal_ptr(&a->agent));
 		sandbox_move(s, SANDBOX_RUNNING, NULL);
 	}
 	change_end(s, status, e);

@@ -12,6 +12,7 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 
+#include "mountpoint.h"
 #include "server.h"
 #include "stream.h"
 
@@ -21,6 +22,7 @@ struct session {
 	struct server server;
 	const struct session_options *options;
 	struct watch device, signals;
+	struct mount_watch mount;
 	struct fuse_buf buffer;
 	struct byte_stream stream;
 	bool ready;
@@ -149,6 +151,13 @@ static int open_stream(struct session *s, struct err *e)
 	return r < 0 && e->code == 0 ? err_set(e, -r, "libfuse does not take the stream: %s", strerror(-r)) : r;
 }
 
+static void unmounted(void *arg)
+{
+	struct session *s = arg;
+
+	loop_stop(s->server.loop);
+}
+
 static int open_device(struct session *s, struct err *e)
 {
 	int fd, r;
@@ -163,6 +172,7 @@ static int open_device(struct session *s, struct err *e)
 		fuse_session_unmount(s->server.session);
 		return err_set(e, -r, "cannot watch /dev/fuse: %s", strerror(-r));
 	}
+	mount_watch_start(&s->mount, s->server.loop, s->options->mountpoint, unmounted, s);
 	return 0;
 }
 
@@ -231,8 +241,12 @@ static int serve(struct session *s, struct err *e)
 		watch_journals(&s->server, false);
 		if (mounted) {
 			loop_remove(s->server.loop, &s->device);
-			fuse_session_unmount(s->server.session);
-			remove_dead_mount(s->options->mountpoint);
+			/* What is mounted there by now may be somebody else's. */
+			if (!s->mount.gone) {
+				fuse_session_unmount(s->server.session);
+				remove_dead_mount(s->options->mountpoint);
+			}
+			mount_watch_stop(&s->mount);
 		}
 		server_close_handles(&s->server);
 		r = s->status;

@@ -20,9 +20,24 @@ static const char *what_of(const struct node *n)
 	return n->entry && n->entry->name ? n->entry->name : n->key[0] ? n->key : "directory";
 }
 
+/*
+ * Seconds for which the kernel need not ask again; each question is a round trip. Never of files: their sizes change at
+ * any time. A directory's attributes need only last until the kernel, that has just looked it up, asks for its permissions.
+ */
+static double attributes_last(const struct node *n)
+{
+	return n->entry ? 0 : 0.02;
+}
+
+/* The directories that are always there, and that every path leads through. */
+static double entry_lasts(const struct node *n)
+{
+	return n->entry || n->template || n->sandbox || n->run ? 0 : 1;
+}
+
 static void entry_of(const struct node *n, fuse_req_t req, struct fuse_entry_param *entry)
 {
-	*entry = (struct fuse_entry_param){ .generation = 1 };
+	*entry = (struct fuse_entry_param){ .generation = 1, .attr_timeout = attributes_last(n), .entry_timeout = entry_lasts(n) };
 	node_stat(n, req, &entry->attr);
 	entry->ino = node_number(n);
 }
@@ -68,7 +83,7 @@ static void walk_getattr(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *
 	if (!resolve(req, ino, &n))
 		return;
 	node_stat(&n, req, &st);
-	fuse_reply_attr(req, &st, 0);
+	fuse_reply_attr(req, &st, attributes_last(&n));
 }
 
 /* What may be changed: the size where that means something, times of what can be written, and nothing into what it is. */

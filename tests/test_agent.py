@@ -18,7 +18,7 @@ BUILD = pathlib.Path(os.environ.get('VMENV_BUILD', pathlib.Path(__file__).parent
 AGENT = pathlib.Path(os.environ.get('VMENV_AGENT', BUILD / 'vmm/guest/vmenv-agent'))
 SETUP, RUN, ATTACH, SYNC, DATA, SIGNAL, ACK, RELEASE = range(1, 9)
 OK, FAILED, STARTED, STDOUT, STDERR, EXIT = range(64, 70)
-WINDOW = 256 << 10
+WINDOW = 512 << 10
 NUMBERS = itertools.count(1)
 PATH = '/usr/sbin:/usr/bin:/sbin:/bin'
 

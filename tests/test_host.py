@@ -188,6 +188,29 @@ def test_stopped_emulated_host_is_noticed(small):
 
 
 @pytest.mark.timeout(300)
+def test_too_many_machines_are_refused_and_harm_no_one():
+    """What the host cannot take is refused whole, with a sentence; what runs goes on."""
+    server = Server(arguments=['--emulated-memory', '1024'])
+    try:
+        server.start()
+        if not server.qemu():
+            pytest.skip('the memory of this host is not ours to fill')
+        server.bake('small', config=SMALL)
+        sandbox = server.create('small')
+        with server.refused(errno.ENOMEM, says='lots'):
+            server.ctl('create lots from=small count=200')
+        assert os.listdir(server.mount / 'sandboxes') == [sandbox.name]
+        assert server.stats()['machine_processes'] == '2'  # the template's and the sandbox's
+        assert sandbox.exec('echo alive') == b'alive\n'
+        with server.refused(errno.ENOMEM, says='lots'):
+            sandbox.ctl('fork lots count=200')
+        assert server.create('small').exec('echo one more') == b'one more\n'
+        server.stop()
+    finally:
+        server.close()
+
+
+@pytest.mark.timeout(300)
 def test_daemon(tmp_path):
     """Without --foreground the command ends once the mount answers, and unmounting ends the rest."""
     server = Server()

@@ -87,23 +87,6 @@ def test_refused_creates_leave_nothing(mount):
     assert os.listdir(mount.mount / 'sandboxes') == ['taken-3']
 
 
-def test_too_many_at_once_harm_no_one(mount):
-    """What the host cannot take is refused whole, with a sentence; what runs goes on."""
-    sandbox = mount.create()
-    before = used(mount)
-    try:
-        mount.ctl('create lots from=base count=250')
-    except OSError as failure:
-        assert failure.errno in (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENOSPC), failure
-        assert 'lots' in mount.text('error').splitlines()[-1]
-        settled(mount, before)
-    else:
-        removals = [Background(os.rmdir, mount.mount / 'sandboxes' / f'lots-{k}') for k in range(250)]
-        for removal in removals:
-            removal.result(200)
-    assert sandbox.exec('echo alive') == b'alive\n'
-
-
 def test_interrupted_create_leaves_nothing(mount):
     import signal
     import subprocess

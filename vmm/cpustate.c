@@ -178,6 +178,27 @@ static void fire_lost_deadline(const struct state *s, const struct vcpu *v, stru
 			b->entry[i].data = *tsc;
 }
 
+/*
+ * Drops the entries that the vCPU has already: to write them is work for nothing, and of some that a guest does not use
+ * KVM complains on the host's console. Those that it cannot read stay.
+ */
+static void drop_equal(const struct vcpu *v, struct msr_block *b)
+{
+	AUTO_FREE struct msr_block *now = malloc(sizeof(*now));
+	uint32_t kept = 0;
+	int n;
+
+	if (!now)
+		return;
+	memcpy(now, b, offsetof(struct msr_block, entry) + b->nmsrs * sizeof(b->entry[0]));
+	n = ioctl(v->fd, KVM_GET_MSRS, now);
+	for (uint32_t i = 0; n > 0 && i < b->nmsrs; i++)
+		if ((int)i >= n || now->entry[i].data != b->entry[i].data)
+			b->entry[kept++] = b->entry[i];
+	if (n > 0)
+		b->nmsrs = kept;
+}
+
 static int load_msrs(const struct state *s, const struct vcpu *v, struct err *e)
 {
 	AUTO_FREE struct msr_block *b = NULL;
@@ -187,13 +208,14 @@ static int load_msrs(const struct state *s, const struct vcpu *v, struct err *e)
 
 	if (!m || bytes % sizeof(*m) || bytes / sizeof(*m) > MSRS_MAX)
 		return err_set(e, EINVAL, "the saved state is damaged: the MSRs of vCPU %u", v->index);
-	b = malloc(offsetof(struct msr_block, entry) + bytes);
+	b = malloc(sizeof(*b));
 	if (!b)
 		return err_set(e, ENOMEM, "out of memory");
 	b->nmsrs = (uint32_t)(bytes / sizeof(*m));
 	b->padding = 0;
 	memcpy(b->entry, m, bytes);
 	fire_lost_deadline(s, v, b);
+	drop_equal(v, b);
 	n = ioctl(v->fd, KVM_SET_MSRS, b);
 	if (n < 0)
 		return refused(v, "MSRs", e);

@@ -74,12 +74,12 @@ static void disconnect(struct devices *d)
 		struct device *x = &d->device[i];
 
 		pthread_mutex_lock(&x->v->lock);
-		close_fd(&x->v->irq_fd);
+		x->v->irq = (struct irq){ 0 };
 		pthread_mutex_unlock(&x->v->lock);
 		close_fd(&x->kick_fd);
 		x->watch.fd = -1;
 	}
-	close_fd(&d->serial.irq_fd);
+	d->serial.irq = (struct irq){ 0 };
 }
 
 void devices_disconnect(struct devices *d)
@@ -110,12 +110,9 @@ static int event_fd(int *fd, struct err *e)
 
 static int connect_one(struct devices *d, struct device *x, struct vm *v, struct err *e)
 {
-	int r = event_fd(&x->v->irq_fd, e);
+	int r = event_fd(&x->kick_fd, e);
 
-	if (r == 0)
-		r = event_fd(&x->kick_fd, e);
-	if (r == 0)
-		r = vm_interrupt_by(v, x->v->irq_fd, x->v->gsi, e);
+	x->v->irq = (struct irq){ vm_edge, v };
 	if (r == 0)
 		r = vm_signal_at(v, x->kick_fd, x->v->mmio + VIRTIO_MMIO_QUEUE_NOTIFY, e);
 	if (r < 0)
@@ -127,10 +124,9 @@ static int connect_one(struct devices *d, struct device *x, struct vm *v, struct
 
 int devices_connect(struct devices *d, struct vm *v, struct err *e)
 {
-	int r = event_fd(&d->serial.irq_fd, e);
+	int r = 0;
 
-	if (r == 0)
-		r = vm_interrupt_by(v, d->serial.irq_fd, GSI_SERIAL, e);
+	d->serial.irq = (struct irq){ vm_edge, v };
 	for (unsigned i = 0; i < d->count && r == 0; i++)
 		r = connect_one(d, &d->device[i], v, e);
 	return r;
@@ -236,14 +232,13 @@ void devices_restored(struct devices *d)
 	serial_restored(&d->serial);
 	for (unsigned i = 0; i < d->count; i++) {
 		struct virtio *v = d->device[i].v;
-		uint64_t one = 1;
 
 		pthread_mutex_lock(&v->lock);
 		if (v->ops->restored)
 			v->ops->restored(v);
 		/* An interrupt may have been on its way; one more does no harm. */
-		if (v->s.interrupt_status && write(v->irq_fd, &one, sizeof(one)) < 0)
-			v->s.interrupt_status |= VIRTIO_MMIO_INT_VRING;
+		if (v->s.interrupt_status)
+			irq_edge(&v->irq, v->gsi);
 		pthread_mutex_unlock(&v->lock);
 	}
 	kick_all(d);

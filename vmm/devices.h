@@ -41,11 +41,11 @@ struct devices {
 /* Makes the devices, on `memory` (whose disk says whether there is a pmem). */
 int devices_make(struct devices *d, struct loop *l, struct memory *m, struct err *e);
 void devices_free(struct devices *d);
-/* Gives each device its descriptors, and connects them with a new VM. */
+/* Connects each device with a new VM, which must stay where it is. */
 int devices_connect(struct devices *d, struct vm *v, struct err *e);
 /* Undoes devices_connect. */
 void devices_disconnect(struct devices *d);
-/* In a forked child: the descriptors are the parent's VM's. Streams are forgotten. */
+/* In a forked child: what they were connected with is the parent's. Streams are forgotten. */
 void devices_forked(struct devices *d);
 /* vCPUs parked: serves what the guest has asked for, then the devices hold still. */
 void devices_drain(struct devices *d);

@@ -39,7 +39,7 @@ int machine_capture(struct machine *m, struct err *e)
 }
 
 /* In the child, first thing: nothing of the parent's KVM, event loop and connections is left. */
-static int become_child(struct machine *m, struct err *e)
+static int become_child(struct machine *m, unsigned index, struct err *e)
 {
 	m->of_zygote = m->vm.fd < 0;
 	crew_forked(&m->crew);
@@ -52,11 +52,47 @@ static int become_child(struct machine *m, struct err *e)
 	serial_keep(&m->devices.serial, true);
 	close(m->notice_fd);
 	loop_forked(m->loop);
-	workset_forked(&m->workset);
+	workset_forked(&m->workset, m->of_zygote && index == 0);
 	m->state = MACHINE_PAUSED;
 	m->restored = true;
 	m->stood_clock = 0;
 	return machine_watch_notices(m, e);
+}
+
+/*
+ * Between the parent, its first child, and the others, which the first one forks: so the parent stands still for one fork
+ * whatever their number, and all have the very same memory. The first tells the parent how that went (`report`), and then
+ * the others that they may serve (`go`). It holds the only other ends: should it die before, both see the end of their pipe.
+ */
+struct birth {
+	int report[2], go[2];
+};
+
+static void close_end(int *fd)
+{
+	if (*fd >= 0)
+		close(*fd);
+	*fd = -1;
+}
+
+static void birth_close(struct birth *b)
+{
+	for (unsigned i = 0; i < 2; i++) {
+		close_end(&b->report[i]);
+		close_end(&b->go[i]);
+	}
+}
+
+static int birth_open(struct birth *b, struct err *e)
+{
+	int r;
+
+	*b = (struct birth){ { -1, -1 }, { -1, -1 } };
+	if (pipe2(b->report, O_CLOEXEC) == 0 && pipe2(b->go, O_CLOEXEC) == 0)
+		return 0;
+	r = err_set(e, errno, "cannot make a pipe: %s", strerror(errno));
+	birth_close(b);
+	return r;
 }
 
 static void kill_all(const pid_t *pid, unsigned count)
@@ -65,12 +101,10 @@ static void kill_all(const pid_t *pid, unsigned count)
 		kill(pid[i], SIGKILL);
 }
 
-/*
- * The first child forks the others, so that the parent stands still for one fork whatever their number: it has the very
- * same memory and has not run. It tells the parent by the pipe how that went. Returns the child's index, or -errno.
- */
-static int fork_others(unsigned count, int report)
+/* In the first child. Returns the child's index, or -errno. */
+static int fork_others(unsigned count, const struct birth *b)
 {
+	char go[MACHINE_FORK_MAX] = { 0 };
 	pid_t pid[MACHINE_FORK_MAX];
 	int32_t r = 0;
 
@@ -83,42 +117,46 @@ static int fork_others(unsigned count, int report)
 			kill_all(pid, i - 1);
 		}
 	}
-	if (write(report, &r, sizeof(r)) != sizeof(r)) {
+	if (write(b->report[1], &r, sizeof(r)) == sizeof(r) && (r < 0 || write(b->go[1], go, count - 1) == (ssize_t)count - 1))
+		return r;
+	if (r == 0)
 		kill_all(pid, count - 1); /* the parent is gone, and with it whoever was to serve the children */
-		r = -EPIPE;
-	}
-	return r;
+	return -EPIPE;
 }
 
-/* What the first child said. */
-static int read_report(int fd)
+/* Reads n bytes, which come at once or never. */
+static bool read_whole(int fd, void *to, size_t n)
 {
-	int32_t r = 0;
-	ssize_t n;
+	ssize_t got;
 
 	do
-		n = read(fd, &r, sizeof(r));
-	while (n < 0 && errno == EINTR);
-	return n == sizeof(r) ? r : -EIO;
+		got = read(fd, to, n);
+	while (got < 0 && errno == EINTR);
+	return got == (ssize_t)n;
 }
 
-static int in_child(struct machine *m, unsigned count, unsigned *child, const int report[2])
+static int in_child(struct machine *m, unsigned count, unsigned *child, struct birth *b)
 {
 	int index = 0;
+	char go;
 
-	close(report[0]);
+	close_end(&b->report[0]);
 	if (count > 1)
-		index = fork_others(count, report[1]);
+		index = fork_others(count, b);
 	if (index < 0)
 		_exit(1); /* this copy was never anybody's */
-	close(report[1]);
+	close_end(&b->report[1]);
+	close_end(&b->go[1]);
 	*child = (unsigned)index;
 	trace(&m->trace, "child: forked");
-	if (become_child(m, NULL) < 0)
+	if (become_child(m, *child, NULL) < 0)
 		_exit(1);
 	trace(&m->trace, "child: let go of the parent's");
 	/* Begun before anybody asks for it, since somebody waits for it. A failure is said by machine_resume, which tries again. */
 	machine_build(m, NULL);
+	if (index > 0 && !read_whole(b->go[0], &go, 1))
+		_exit(1); /* the fork failed: there may be fewer of us than were asked for */
+	close_end(&b->go[0]);
 	return 1;
 }
 
@@ -136,38 +174,45 @@ static int check(struct machine *m, unsigned count, struct err *e)
 int machine_fork(struct machine *m, unsigned count, unsigned *child, uint64_t *still_ns, struct err *e)
 {
 	bool running = m->state == MACHINE_RUNNING;
-	int report[2] = { -1, -1 }, r = check(m, count, e);
+	bool zygote = m->vm.fd < 0;
+	int r = check(m, count, e);
+	struct birth b;
 	uint64_t start;
+	int32_t said;
 	pid_t pid;
 
+	if (r == 0)
+		r = birth_open(&b, e);
 	if (r < 0)
 		return r;
-	if (pipe2(report, O_CLOEXEC) < 0)
-		return err_set(e, errno, "cannot make a pipe: %s", strerror(errno));
 	trace(&m->trace, "asked to fork");
 	if (running)
 		workset_stop(&m->workset);
-	else if (m->vm.fd < 0)
-		workset_apply(&m->workset);
+	else if (zygote)
+		workset_before_fork(&m->workset);
 	start = now_ns(CLOCK_MONOTONIC);
 	if (running)
 		machine_stand(m);
 	r = machine_capture(m, e);
 	pid = r == 0 ? fork() : -1;
 	if (pid == 0)
-		return in_child(m, count, child, report);
+		return in_child(m, count, child, &b);
 	if (r == 0 && pid < 0)
 		r = err_set(e, errno, "cannot fork: %s", strerror(errno));
+	if (zygote)
+		workset_after_fork(&m->workset);
 	if (running)
 		machine_go(m);
 	*still_ns = running ? now_ns(CLOCK_MONOTONIC) - start : 0;
 	trace(&m->trace, "parent: goes on");
-	close(report[1]);
+	close_end(&b.report[1]);
+	close_end(&b.go[1]);
 	if (r == 0 && count > 1) {
-		r = read_report(report[0]);
-		if (r < 0)
-			err_set(e, -r, "cannot fork %u machines: %s", count, strerror(-r));
+		if (!read_whole(b.report[0], &said, sizeof(said)))
+			r = err_set(e, EIO, "cannot fork %u machines: the first one died before the others were there", count);
+		else if (said < 0)
+			r = err_set(e, -said, "cannot fork %u machines: %s", count, strerror(-said));
 	}
-	close(report[0]);
+	birth_close(&b);
 	return r;
 }

@@ -7,6 +7,8 @@
 
 #include <vmenv/util.h>
 
+#include "layout.h"
+
 enum { DATA = 0, IER = 1, IIR_FCR = 2, LCR = 3, MCR = 4, LSR = 5, MSR = 6, SCR = 7 };
 
 #define IER_RECEIVE 0x01u
@@ -37,7 +39,7 @@ void serial_init(struct serial *p)
 {
 	memset(p, 0, sizeof(*p));
 	pthread_mutex_init(&p->lock, NULL);
-	p->irq_fd = p->notice_fd = -1;
+	p->notice_fd = -1;
 	p->keep = true;
 	p->s.dll = 12;
 }
@@ -60,7 +62,7 @@ static uint8_t pending(const struct serial *p)
 static void interrupt(struct serial *p)
 {
 	if (pending(p) != IIR_NONE)
-		signal_fd(p->irq_fd);
+		irq_edge(&p->irq, GSI_SERIAL);
 }
 
 static void watch_for_panic(struct serial *p, uint8_t c)

@@ -13,12 +13,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "irq.h"
+
 #define SERIAL_INPUT_MAX 1024u
 #define SERIAL_OUTPUT_MAX 65536u
 
 struct serial {
 	pthread_mutex_t lock;
-	int irq_fd;    /* eventfd bound to GSI_SERIAL; -1: none */
+	struct irq irq;
 	int notice_fd; /* eventfd: the event loop has output to take, or room for input */
 	bool keep;     /* nobody reads: the ring drops its oldest bytes instead of filling up */
 	bool input_was_full;

@@ -19,6 +19,7 @@
 #include <stdint.h>
 #include <sys/uio.h>
 
+#include "irq.h"
 #include "memory.h"
 
 #define VIRTIO_QUEUE_SIZE_MAX 256
@@ -65,7 +66,7 @@ struct virtio {
 	const struct virtio_ops *ops;
 	const struct memory *memory;
 	pthread_mutex_t lock;
-	int irq_fd;    /* eventfd bound to the device's GSI as irqfd */
+	struct irq irq;
 	unsigned gsi;  /* edge triggered */
 	uint64_t mmio; /* base, 0x1000 long */
 	const char *why; /* the rule that the guest broke; NULL while none. A string constant */

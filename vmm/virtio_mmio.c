@@ -20,7 +20,6 @@ void virtio_init(struct virtio *v, const struct virtio_ops *ops, const struct me
 	memset(v, 0, sizeof(*v));
 	v->ops = ops;
 	v->memory = m;
-	v->irq_fd = -1;
 	pthread_mutex_init(&v->lock, NULL);
 }
 

@@ -10,7 +10,6 @@
 #include <linux/virtio_mmio.h>
 #include <linux/virtio_ring.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "virtio.h"
 #include <vmenv/util.h>
@@ -51,12 +50,9 @@ bad:
 
 static void interrupt(struct virtio *v, uint32_t cause)
 {
-	uint64_t one = 1;
-
 	__atomic_or_fetch(&v->s.interrupt_status, cause, __ATOMIC_SEQ_CST);
 	/* Always an edge, also when the bit was set: a driver may acknowledge after it has looked at its queues. */
-	if (v->irq_fd >= 0 && write(v->irq_fd, &one, sizeof(one)) != sizeof(one))
-		return; /* the counter is full: the interrupt is pending anyway */
+	irq_edge(&v->irq, v->gsi);
 }
 
 void virtio_break(struct virtio *v, const char *why)

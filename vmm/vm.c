@@ -22,7 +22,6 @@ int kvm_open(struct kvm *k, struct err *e)
 	} needed[] = {
 		{ KVM_CAP_IRQCHIP, "an in-kernel interrupt controller" },
 		{ KVM_CAP_USER_MEMORY, "user memory slots" },
-		{ KVM_CAP_IRQFD, "irqfd" },
 		{ KVM_CAP_IOEVENTFD, "ioeventfd" },
 		{ KVM_CAP_IMMEDIATE_EXIT, "immediate exit" },
 		{ KVM_CAP_ADJUST_CLOCK, "kvmclock control" },
@@ -104,13 +103,20 @@ int vm_make(struct vm *v, struct kvm *k, const struct memory *m, struct err *e)
 	return r;
 }
 
-int vm_interrupt_by(struct vm *v, int event_fd, unsigned gsi, struct err *e)
+/*
+ * Not by an irqfd: KVM passes those on in a kernel worker, which costs a context switch, and an interrupt that is still
+ * with the worker when the state is saved would be in neither the state nor the device.
+ */
+void vm_edge(void *vm, unsigned gsi)
 {
-	struct kvm_irqfd irqfd = { .fd = (uint32_t)event_fd, .gsi = gsi };
+	const struct vm *v = vm;
 
-	if (ioctl(v->fd, KVM_IRQFD, &irqfd) < 0)
-		return err_set(e, errno, "KVM refuses interrupt line %u: %s", gsi, strerror(errno));
-	return 0;
+	for (uint32_t level = 2; level-- > 0;) {
+		struct kvm_irq_level line = { .irq = gsi, .level = level };
+
+		/* Nothing that can fail with a pin that is there. */
+		(void)ioctl(v->fd, KVM_IRQ_LINE, &line);
+	}
 }
 
 int vm_signal_at(struct vm *v, int event_fd, uint64_t gpa, struct err *e)

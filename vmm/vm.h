@@ -26,8 +26,8 @@ struct vm {
 
 /* Makes it, with in-kernel PICs, I/O APIC and local APICs, and with RAM and disk as slots. */
 int vm_make(struct vm *v, struct kvm *k, const struct memory *m, struct err *e);
-/* Writes to the eventfd interrupt the guest at the (edge-triggered) pin `gsi`. */
-int vm_interrupt_by(struct vm *v, int event_fd, unsigned gsi, struct err *e);
+/* Interrupts the guest at the (edge-triggered) pin `gsi`; see irq.h. Any thread. */
+void vm_edge(void *vm, unsigned gsi);
 /* The guest's 32-bit writes to `gpa` signal the eventfd, without an exit. */
 int vm_signal_at(struct vm *v, int event_fd, uint64_t gpa, struct err *e);
 void vm_close(struct vm *v);

@@ -19,20 +19,23 @@
 /* When to look, after the start: the last look that finds no more than PAGES_MAX counts. */
 static const uint64_t look_ns[] = { 100000000, 200000000, 400000000, 800000000, 1600000000 };
 
-enum { NOTHING, RECORDING, KNOWN };
-
 struct range {
 	uint32_t page, pages; /* in the mapping */
 	uint8_t disk, written;
 	uint16_t reserved;
 };
 
-/* In memory that zygote and children share. The recorder writes it, then sets `state`; then nobody writes it any more. */
-struct workset_shared {
-	atomic_uint state;
-	_Atomic uint64_t since; /* RECORDING: CLOCK_MONOTONIC ns */
+struct ranges {
 	uint32_t count;
 	struct range range[RANGES_MAX];
+};
+
+enum { RECORDING, KNOWN, FAILED };
+
+/* What the zygote shares with its recorder, a guest's process: nothing in here is trusted. */
+struct workset_shared {
+	atomic_uint state;
+	struct ranges set;
 };
 
 #ifndef UFFD_FEATURE_WP_ASYNC
@@ -54,22 +57,23 @@ struct pre_fault {
 
 void workset_init(struct workset *w, struct loop *l, const struct mapping *ram, const struct mapping *disk)
 {
-	void *p = mmap(NULL, sizeof(struct workset_shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	*w = (struct workset){ .on = true, .ram = ram, .disk = disk, .uffd = -1, .loop = l };
+}
 
-	*w = (struct workset){ .shared = p == MAP_FAILED ? NULL : p, .ram = ram, .disk = disk, .uffd = -1, .loop = l };
+static void let_go(struct workset *w)
+{
+	if (w->shared)
+		munmap(w->shared, sizeof(*w->shared));
+	w->shared = NULL;
+	w->recorder = false;
 }
 
 void workset_free(struct workset *w)
 {
 	workset_stop(w);
-	if (w->shared)
-		munmap(w->shared, sizeof(*w->shared));
-	w->shared = NULL;
-}
-
-static bool known(const struct workset *w)
-{
-	return w->shared && atomic_load(&w->shared->state) == KNOWN;
+	let_go(w);
+	free(w->known);
+	w->known = NULL;
 }
 
 static uint8_t *range_at(const struct workset *w, const struct range *r)
@@ -100,19 +104,16 @@ static int watch_pages(const struct workset *w)
 	return steal_fd(&fd);
 }
 
-void workset_apply(struct workset *w)
+/* Drops all page table entries but those of the set. */
+static void keep_only(const struct workset *w)
 {
-	int uffd;
+	int uffd = watch_pages(w); /* for those pages and no others around them */
 
-	if (w->applied || !known(w))
-		return;
-	w->applied = true;
-	uffd = watch_pages(w); /* for those pages and no others around them */
 	madvise(w->ram->at, w->ram->bytes, MADV_DONTNEED);
 	if (w->disk->kind != MAPPING_NONE)
 		madvise(w->disk->at, w->disk->bytes, MADV_DONTNEED);
-	for (uint32_t i = 0; i < w->shared->count; i++) {
-		const struct range *r = &w->shared->range[i];
+	for (uint32_t i = 0; i < w->known->count; i++) {
+		const struct range *r = &w->known->range[i];
 
 		madvise(range_at(w, r), (size_t)r->pages * PAGE_BYTES, MADV_POPULATE_READ);
 	}
@@ -121,6 +122,76 @@ void workset_apply(struct workset *w)
 		mapping_own(w->disk);
 	if (uffd >= 0)
 		close(uffd);
+}
+
+static bool valid(const struct workset *w, const struct ranges *set)
+{
+	uint64_t total = 0;
+
+	if (set->count == 0 || set->count > RANGES_MAX)
+		return false;
+	for (uint32_t i = 0; i < set->count; i++) {
+		const struct range *r = &set->range[i];
+		const struct mapping *m = r->disk ? w->disk : w->ram;
+		uint64_t pages = m->kind == MAPPING_NONE ? 0 : m->bytes / PAGE_BYTES;
+
+		if (r->pages == 0 || (uint64_t)r->page + r->pages > pages)
+			return false;
+		total += r->pages;
+	}
+	return total <= PAGES_MAX;
+}
+
+/* Takes over what the recorder has found: a copy of our own, looked at after it was made. */
+static void adopt(struct workset *w)
+{
+	struct ranges *set = malloc(sizeof(*set));
+
+	if (set)
+		memcpy(set, &w->shared->set, sizeof(*set));
+	let_go(w);
+	if (!set || !valid(w, set)) {
+		free(set);
+		return;
+	}
+	w->known = set;
+	keep_only(w);
+}
+
+static void offer(struct workset *w)
+{
+	void *p = mmap(NULL, sizeof(struct workset_shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+
+	if (p == MAP_FAILED)
+		return;
+	w->shared = p;
+	w->recorder = true;
+	w->since = now_ns(CLOCK_MONOTONIC);
+}
+
+void workset_before_fork(struct workset *w)
+{
+	unsigned state;
+
+	if (!w->on || w->known)
+		return;
+	if (w->shared) {
+		state = atomic_load(&w->shared->state);
+		if (state == KNOWN)
+			adopt(w);
+		else if (state == FAILED)
+			w->on = false; /* it will not work the next time either */
+		else if (now_ns(CLOCK_MONOTONIC) - w->since < RECORDING_NS)
+			return;
+		let_go(w);
+	}
+	if (w->on && !w->known)
+		offer(w);
+}
+
+void workset_after_fork(struct workset *w)
+{
+	w->recorder = false;
 }
 
 static uint64_t range_gpa(const struct memory *m, const struct range *r)
@@ -134,17 +205,17 @@ static uint64_t range_gpa(const struct memory *m, const struct range *r)
 
 void workset_prefault(const struct workset *w, const struct memory *m, const struct vcpu *v)
 {
-	if (!known(w))
+	if (!w->known)
 		return;
 	/* Copied before KVM looks, which then maps them writable at once. */
-	for (uint32_t i = 0; i < w->shared->count; i++) {
-		const struct range *r = &w->shared->range[i];
+	for (uint32_t i = 0; i < w->known->count; i++) {
+		const struct range *r = &w->known->range[i];
 
 		if (r->written)
 			madvise(range_at(w, r), (size_t)r->pages * PAGE_BYTES, MADV_POPULATE_WRITE);
 	}
-	for (uint32_t i = 0; i < w->shared->count; i++) {
-		const struct range *r = &w->shared->range[i];
+	for (uint32_t i = 0; i < w->known->count; i++) {
+		const struct range *r = &w->known->range[i];
 		struct pre_fault f = { .gpa = range_gpa(m, r), .size = (uint64_t)r->pages * PAGE_BYTES };
 
 		/* It may stop short, and then says how far it came. */
@@ -158,21 +229,8 @@ void workset_prefault(const struct workset *w, const struct memory *m, const str
 
 /* Recording. */
 
-static bool claim(struct workset_shared *s)
-{
-	uint64_t now = now_ns(CLOCK_MONOTONIC);
-	unsigned expected = NOTHING;
-
-	if (atomic_load(&s->state) == RECORDING && now - atomic_load(&s->since) > RECORDING_NS)
-		atomic_compare_exchange_strong(&s->state, &(unsigned){ RECORDING }, NOTHING);
-	if (!atomic_compare_exchange_strong(&s->state, &expected, RECORDING))
-		return false;
-	atomic_store(&s->since, now);
-	return true;
-}
-
 /* A look: the ranges of pages that are in the page tables. False if there are too many. */
-static bool add_mapping(struct workset_shared *s, struct pages *p, const struct mapping *m, bool disk, uint32_t *total)
+static bool add_mapping(struct ranges *s, struct pages *p, const struct mapping *m, bool disk, uint32_t *total)
 {
 	for (uint64_t at = 0, n; at < m->bytes / PAGE_BYTES; at += n) {
 		n = MIN(m->bytes / PAGE_BYTES - at, PAGES_BATCH);
@@ -199,7 +257,7 @@ static bool add_mapping(struct workset_shared *s, struct pages *p, const struct 
 
 static bool look(struct workset *w)
 {
-	AUTO_FREE struct workset_shared *seen = malloc(sizeof(*seen));
+	AUTO_FREE struct ranges *seen = malloc(sizeof(*seen));
 	AUTO_FREE struct pages *p = malloc(sizeof(*p));
 	uint32_t total = 0;
 	bool fits;
@@ -210,41 +268,43 @@ static bool look(struct workset *w)
 	fits = add_mapping(seen, p, w->ram, false, &total) && add_mapping(seen, p, w->disk, true, &total);
 	pages_close(p);
 	if (fits) {
-		w->shared->count = seen->count;
-		memcpy(w->shared->range, seen->range, seen->count * sizeof(seen->range[0]));
+		free(w->known);
+		w->known = steal_ptr(&seen);
 	}
 	return fits;
 }
 
+/* The zygote gets what was seen. If that is nothing, it will ask another child after a while. */
 static void finish(struct workset *w)
 {
 	loop_timer_cancel(w->loop, &w->timer);
 	close(w->uffd);
 	w->uffd = -1;
-	atomic_store(&w->shared->state, w->shared->count ? KNOWN : NOTHING);
+	if (w->known) {
+		memcpy(&w->shared->set, w->known, sizeof(*w->known));
+		atomic_store(&w->shared->state, KNOWN);
+	}
+	let_go(w);
 }
 
 static void on_time(struct timer *t)
 {
 	struct workset *w = t->arg;
-	uint64_t since = atomic_load(&w->shared->since);
 
 	if (!look(w) || ++w->sample == ARRAY_SIZE(look_ns))
 		finish(w);
 	else
-		loop_timer(w->loop, t, since + look_ns[w->sample]);
+		loop_timer(w->loop, t, w->since + look_ns[w->sample]);
 }
 
 void workset_record(struct workset *w)
 {
-	if (!w->shared || w->uffd >= 0 || !claim(w->shared))
+	if (!w->recorder || w->uffd >= 0)
 		return;
-	w->shared->count = 0;
 	w->uffd = watch_pages(w);
 	if (w->uffd < 0) {
-		atomic_store(&w->shared->state, NOTHING);
-		munmap(w->shared, sizeof(*w->shared)); /* it will not work the next time either */
-		w->shared = NULL;
+		atomic_store(&w->shared->state, FAILED);
+		let_go(w);
 		return;
 	}
 	/* It has run nothing yet, so there is nothing in it but what is in the files. */
@@ -252,21 +312,24 @@ void workset_record(struct workset *w)
 	if (w->disk->kind != MAPPING_NONE)
 		madvise(w->disk->at, w->disk->bytes, MADV_DONTNEED);
 	w->sample = 0;
+	w->since = now_ns(CLOCK_MONOTONIC);
 	w->timer = (struct timer){ .fire = on_time, .arg = w };
-	loop_timer(w->loop, &w->timer, atomic_load(&w->shared->since) + look_ns[0]);
+	loop_timer(w->loop, &w->timer, w->since + look_ns[0]);
 }
 
 void workset_stop(struct workset *w)
 {
-	if (!w->shared || w->uffd < 0)
+	if (w->uffd < 0)
 		return;
 	look(w);
 	finish(w);
 }
 
-void workset_forked(struct workset *w)
+void workset_forked(struct workset *w, bool first_of_zygote)
 {
 	if (w->uffd >= 0)
 		close(w->uffd);
 	w->uffd = -1;
+	if (!first_of_zygote || !w->recorder)
+		let_go(w);
 }

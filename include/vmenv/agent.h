@@ -3,7 +3,8 @@
  * The protocol between the filesystem server and the agent in the guest, over vsock streams to MACHINE_AGENT_PORT.
  *
  * Both sides send frames: struct agent_frame (little endian), then `length` bytes. The first frame from the server says
- * what the connection is for: AGENT_SETUP, AGENT_RUN, AGENT_ATTACH or AGENT_SYNC; one purpose per connection. Either side
+ * what the connection is for: AGENT_SETUP, AGENT_RUN, AGENT_ATTACH or AGENT_SYNC. Once that is done (AGENT_OK, AGENT_NEXT)
+ * the connection may be used for another purpose, or kept for one: a run then needs no connection of its own. Either side
  * ends the connection on a frame it does not know, that is too long, or out of place; the agent says AGENT_FAILED first.
  *
  * The server believes none of it: lengths, offsets and codes are checked, and a guest's output is bounded on the host.
@@ -18,7 +19,7 @@
 #include <stdint.h>
 
 #define AGENT_FRAME_MAX (1u << 20) /* payload bytes */
-#define AGENT_WINDOW (256u << 10)  /* unacknowledged bytes kept for each of stdout and stderr */
+#define AGENT_WINDOW (512u << 10)  /* unacknowledged bytes kept for each of stdout and stderr */
 #define AGENT_RUNS_MAX 256         /* runs at once */
 #define AGENT_TAIL_MAX (1u << 20)  /* of a truncated output, the tail is min(limit / 4, this); the head is the rest */
 
@@ -39,6 +40,7 @@ enum agent_type {
 	AGENT_SIGNAL,    /* u32 signal number: to the run's process group; SIGKILL: to every descendant */
 	AGENT_ACK,       /* struct agent_offsets: the server has stored up to there */
 	AGENT_RELEASE,   /* no payload: the exit is stored; the agent forgets the run. Answered by closing the connection */
+	AGENT_NEXT,      /* the same, not answered: another first frame may follow */
 
 	/* agent to server */
 	AGENT_OK = 64,
@@ -57,7 +59,9 @@ struct agent_offsets {
 
 /*
  * AGENT_RUN: {"run": N, "argv": [S...] | null, "script_bytes": N, "stdin_bytes": N, "cwd": S, "user": S, "env": {S: S},
- *             "timeout_ms": N, "output_limit": N}
+ *             "timeout_ms": N, "output_limit": N, "oldest": N}
+ * What has ended of the runs with a lower number than `oldest` is forgotten, unless a connection has it: the server knows all of
+ * them. (A copy of a machine may hold runs whose AGENT_NEXT went to the original alone.)
  * With argv null the script's bytes (which come first in AGENT_DATA) are run by /bin/sh. The environment is exactly `env`
  * plus HOME, USER, LOGNAME, SHELL of the user where env does not have them. The exit code is as a shell says it: 128 + N for a
  * signal, 124 for a timeout (with timed_out), 126 and 127 for a command that cannot be run or found. A run ends

@@ -14,6 +14,7 @@ for memory in 256 1024; do
 	mkdir "$t"
 	echo "{\"memory_mb\": $memory, \"disk_mb\": 256, \"ttl\": 0}" > "$t/config"
 	cat "$rootfs" > "$t/rootfs"
+	echo "baking a template with $memory MB of memory"
 	echo bake > "$t/ctl" || { cat "$t/log"; exit 1; }
 done
 if [ $# -eq 3 ]; then

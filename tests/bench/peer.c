@@ -159,7 +159,7 @@ static pid_t start_qemu(const struct peer_options *o, bool restore)
 					 "virtio-pmem-pci,memdev=disk", "-device", cid, "-device", "virtio-rng-pci", "-qmp", qmp_arg, "-kernel",
 					 o->kernel, "-initrd", o->initrd, "-append", "console=ttyS0 quiet reboot=k panic=-1", "-serial", "null",
 					 "-global", "migration.x-ignore-shared=true" };
-		char limit[32];
+		char limit[64];
 		unsigned n = 0;
 		int null = open("/dev/null", O_RDWR);
 

@@ -10,9 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include "../../vmm/virtio.h"
 
@@ -40,6 +38,7 @@ struct driver {
 	struct memory memory;
 	struct virtio *v;
 	struct driver_queue q[VIRTIO_QUEUES_MAX];
+	bool edge; /* an interrupt came */
 };
 
 static inline void driver_memory(struct driver *d)
@@ -48,6 +47,11 @@ static inline void driver_memory(struct driver *d)
 	d->memory.ram_bytes = GUEST_BYTES;
 	d->memory.ram = mmap(NULL, GUEST_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	CHECK(d->memory.ram != MAP_FAILED);
+}
+
+static inline void driver_edge(void *arg, unsigned gsi)
+{
+	((struct driver *)arg)->edge = true;
 }
 
 static inline uint32_t driver_read(struct driver *d, unsigned reg)
@@ -89,8 +93,7 @@ static inline void driver_queue_up(struct driver *d, unsigned q, unsigned size)
 static inline void driver_up(struct driver *d, struct virtio *v)
 {
 	d->v = v;
-	if (v->irq_fd < 0)
-		v->irq_fd = eventfd(0, EFD_NONBLOCK);
+	v->irq = (struct irq){ driver_edge, d };
 	driver_write(d, VIRTIO_MMIO_STATUS, 0);
 	driver_write(d, VIRTIO_MMIO_STATUS, VIRTIO_CONFIG_S_ACKNOWLEDGE);
 	driver_write(d, VIRTIO_MMIO_STATUS, VIRTIO_CONFIG_S_ACKNOWLEDGE | VIRTIO_CONFIG_S_DRIVER);
@@ -130,9 +133,9 @@ static inline bool driver_used(struct driver *d, unsigned q, struct vring_used_e
 
 static inline bool driver_interrupted(struct driver *d)
 {
-	uint64_t n;
-	bool was = read(d->v->irq_fd, &n, sizeof(n)) == sizeof(n);
+	bool was = d->edge;
 
+	d->edge = false;
 	if (was)
 		driver_write(d, VIRTIO_MMIO_INTERRUPT_ACK, driver_read(d, VIRTIO_MMIO_INTERRUPT_STATUS));
 	return was;

@@ -190,7 +190,7 @@ static void ready(struct peer *p)
 		close(pair[1]);
 		if (a.status == 0)
 			return;
-		CHECK(a.status == -ECONNREFUSED && i < 3000);
+		CHECK((a.status == -ECONNREFUSED || a.status == -ETIMEDOUT) && i < 3000);
 		usleep(10000);
 	}
 }

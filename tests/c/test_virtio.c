@@ -41,7 +41,6 @@ static void test_registers(void)
 	driver_memory(&d);
 	r = rng_new(&d.memory);
 	d.v = rng_virtio(r);
-	d.v->irq_fd = eventfd(0, EFD_NONBLOCK);
 	CHECK(driver_read(&d, VIRTIO_MMIO_MAGIC_VALUE) == 0x74726976);
 	CHECK(driver_read(&d, VIRTIO_MMIO_VERSION) == 2);
 	CHECK(driver_read(&d, VIRTIO_MMIO_DEVICE_ID) == VIRTIO_ID_RNG);
@@ -104,7 +103,6 @@ static void test_registers(void)
 		driver_write(&d, VIRTIO_MMIO_QUEUE_READY, 1);
 		CHECK(driver_read(&d, VIRTIO_MMIO_QUEUE_READY) == 0 && driver_broken(&d));
 	}
-	close(d.v->irq_fd);
 	rng_free(r);
 	munmap(d.memory.ram, GUEST_BYTES);
 }
@@ -140,7 +138,6 @@ static void test_rng(void)
 	CHECK(d.memory.ram[BUFFERS_AT + 0x2000 + 3996] == 0);
 	CHECK(!driver_used(&d, 0, &u));
 	virtio_kick(d.v, 7);
-	close(d.v->irq_fd);
 	rng_free(r);
 	munmap(d.memory.ram, GUEST_BYTES);
 }
@@ -245,7 +242,6 @@ static void test_wrecks(void)
 	driver_post(&d, 0, 5);
 	virtio_kick(d.v, 0);
 	CHECK(driver_used(&d, 0, &u) && u.len == 16);
-	close(d.v->irq_fd);
 	rng_free(r);
 	munmap(d.memory.ram, GUEST_BYTES);
 }
@@ -289,7 +285,6 @@ static void test_queue(void)
 	driver_post(&d, 0, 9);
 	CHECK(virtqueue_kicks(d.v, 0, true) && d.q[0].used->flags == 0);
 	free(c);
-	close(d.v->irq_fd);
 	rng_free(r);
 	munmap(d.memory.ram, GUEST_BYTES);
 }
@@ -316,7 +311,6 @@ static void test_saved(void)
 	s = d.v->s;
 	s.driver_features |= 1;
 	CHECK(!virtio_saved_valid(d.v, &s));
-	close(d.v->irq_fd);
 	rng_free(r);
 	munmap(d.memory.ram, GUEST_BYTES);
 }

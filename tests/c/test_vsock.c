@@ -91,12 +91,8 @@ static void guest_new(struct guest *g)
 
 static void guest_free(struct guest *g)
 {
-	int irq = vsock_virtio(g->s)->irq_fd;
-
 	vsock_free(g->s);
 	loop_free(g->loop);
-	if (irq >= 0)
-		close(irq);
 	munmap(g->d.memory.ram, GUEST_BYTES);
 }
 

@@ -29,7 +29,7 @@ struct connection {
 	struct watch watch;
 	uint32_t events;
 	struct run *run; /* or NULL */
-	bool begun;      /* the first frame has been */
+	bool begun;      /* the first frame of a purpose has been */
 	bool closing;    /* once `out` is sent */
 	bool refused;    /* then the server's writes are still taken, so that it gets to read why */
 	bool lingering;  /* that is so now */
@@ -369,7 +369,9 @@ static int frame_release(struct connection *c, struct err *e)
 	c->run = NULL;
 	c->flight = NULL;
 	run_free(r);
-	c->closing = true;
+	if (c->head.type == AGENT_RELEASE)
+		c->closing = true;
+	c->begun = c->started = c->exited = false;
 	return 0;
 }
 
@@ -390,6 +392,7 @@ static int frame_first(struct connection *c, struct err *e)
 		r = (c->head.type == AGENT_SETUP ? setup : setup_sync)(c->agent, text, c->head.length, e);
 		if (r == 0)
 			put(c, AGENT_OK, NULL, 0);
+		c->begun = r < 0;
 		return r;
 	default:
 		return err_set(e, EPROTO, "a connection cannot begin with a frame of type %u", c->head.type);
@@ -408,6 +411,7 @@ static int frame(struct connection *c, struct err *e)
 		case AGENT_SIGNAL:
 			return frame_signal(c, e);
 		case AGENT_RELEASE:
+		case AGENT_NEXT:
 			return frame_release(c, e);
 		}
 	/* Given up before it began: the run ends with the connection. */
@@ -486,7 +490,6 @@ static void refuse(struct connection *c, const struct err *e)
 static void readable(struct connection *c)
 {
 	struct agent *a = c->agent;
-	bool was_begun = c->begun;
 	struct err e = { 0 };
 
 	for (int i = 0; i < READS_AT_ONCE && !c->closing; i++) {
@@ -514,7 +517,7 @@ static void readable(struct connection *c)
 			break;
 	}
 	/* A run that has just begun says so with its first output, or in a moment. */
-	if (!was_begun && c->run && c->run->state == RUN_RUNNING && !c->closing)
+	if (c->run && !c->started && c->run->state == RUN_RUNNING && !c->closing)
 		connection_pump_soon(c);
 	else
 		pump(c);

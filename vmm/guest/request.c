@@ -79,6 +79,8 @@ static int one_key(struct request *q, const char *key, json_t *v, struct err *e)
 		return number(v, key, 1000000000000, &q->timeout_ms, e);
 	if (strcmp(key, "output_limit") == 0)
 		return number(v, key, INT64_MAX, &q->output_limit, e);
+	if (strcmp(key, "oldest") == 0)
+		return number(v, key, INT64_MAX, &q->oldest, e);
 	return err_set(e, EINVAL, "unknown key '%.100s'", key);
 }
 

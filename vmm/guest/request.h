@@ -15,7 +15,7 @@ struct err;
 
 struct request {
 	json_t *json; /* owns the strings below */
-	uint64_t run;
+	uint64_t run, oldest;
 	const char **argv; /* NULL-terminated; NULL for a script */
 	size_t argc;
 	uint64_t script_bytes, stdin_bytes;

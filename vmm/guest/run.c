@@ -15,6 +15,7 @@
 
 #define SCRIPT_ARGUMENT_MAX 100000u /* longer scripts do not fit an argument (128 KiB) and go through a file */
 #define PIPE_SIZE 65536u	    /* what a pipe takes without a reader */
+#define PIPE_LARGE (512u << 10)	    /* of a pipe that was found full: fewer turns for whoever prints much */
 #define READS_AT_ONCE 4		    /* of SCRATCH_SIZE, before others get their turn */
 #define KILL_GRACE_NS 2000000000u   /* a killed process that is not gone by then is reported all the same */
 #define DEFAULT_PATH "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -127,6 +128,8 @@ static void channel_read(struct channel *c)
 			channel_close(c);
 			return;
 		}
+		if (n == PIPE_SIZE && !c->enlarged)
+			c->enlarged = fcntl(c->watch.fd, F_SETPIPE_SZ, PIPE_LARGE) != 0; /* once, whether it may or not */
 		stream_put(&c->stream, r->agent->scratch, (size_t)n);
 		c->drain -= draining ? MIN((uint64_t)n, c->drain) : 0;
 	}
@@ -350,6 +353,15 @@ static void make_room(struct agent *a)
 		run_free(oldest);
 }
 
+static void forget_before(struct agent *a, uint64_t oldest)
+{
+	for (struct run *r = a->runs, *next; r; r = next) {
+		next = r->next;
+		if (r->state == RUN_FINISHED && !r->connection && r->request.run < oldest)
+			run_free(r);
+	}
+}
+
 static void channel_init(struct channel *c, struct run *r)
 {
 	*c = (struct channel){ .run = r, .watch = { .fd = -1, .ready = channel_ready, .arg = c } };
@@ -413,6 +425,7 @@ int run_new(struct agent *a, struct request *q, struct run **out, struct err *e)
 		request_free(q);
 		return rc;
 	}
+	forget_before(a, q->oldest);
 	if (a->run_count == AGENT_RUNS_MAX)
 		make_room(a);
 	r = a->run_count < AGENT_RUNS_MAX ? calloc(1, sizeof(*r)) : NULL;

@@ -23,7 +23,7 @@ enum run_state { RUN_COLLECTING = 1, RUN_RUNNING, RUN_DRAINING, RUN_FINISHED };
 struct channel {
 	struct run *run;
 	struct watch watch; /* its fd is the read end of the pipe, -1 when closed */
-	bool watched;
+	bool watched, enlarged;
 	uint64_t drain; /* DRAINING: bytes still to be read */
 	struct stream stream;
 	uint64_t sent; /* by the connection in hand */

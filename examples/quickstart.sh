@@ -6,6 +6,11 @@
 # in a temporary folder that is gone at the end, however it ends. Works with and without /dev/kvm; without it
 # everything is slower.
 set -eu
+if [ $# -gt 0 ]; then
+	sed -n '3,7s/^# \{0,1\}//p' "$0"
+	[ "$*" = --help ] || [ "$*" = -h ]
+	exit
+fi
 cd "$(dirname "$0")/.."
 
 # --- what it takes ---
@@ -34,6 +39,7 @@ is_mounted() { grep -q " $mount fuse" /proc/self/mounts; }
 clean_up() {
 	status=$?
 	trap - EXIT INT TERM HUP
+	trap '' PIPE # nobody may be reading any more
 	if is_mounted; then
 		[ $status = 0 ] || tail -n 1 "$mount/error" >&2 || :
 		fusermount3 -u "$mount" 2>/dev/null || umount "$mount" || umount -l "$mount" || :
@@ -51,6 +57,7 @@ clean_up() {
 trap clean_up EXIT
 trap 'exit 129' HUP
 trap 'exit 130' INT
+trap 'exit 141' PIPE
 trap 'exit 143' TERM
 
 # --- telling and timing ---

@@ -230,6 +230,8 @@ struct run_request {
 };
 #define SCRIPT_MAX (16u << 20)
 
+/* Whether a run could start now: 0, or the errno and sentence with which run_start would refuse. */
+int sandbox_takes_runs(struct sandbox *s, struct err *e);
 struct run *run_find(struct sandbox *s, uint64_t number);
 /* The descriptor to pread stored[which] bytes from, valid until control returns to the loop; -errno (-ENOENT: nothing stored). */
 int run_output_fd(struct run *r, enum stream which);

@@ -64,7 +64,8 @@ static void script_stop(struct pending *p, int error)
 
 	op_cancel(&p->op);
 	pending_end(p);
-	fuse_reply_err(p->req, error);
+	/* Not EINTR: dash, Python and others write again then, and would begin anew what was just given up. */
+	fuse_reply_err(p->req, error == EINTR ? ECANCELED : error);
 	script_free(s);
 }
 

@@ -310,13 +310,20 @@ static void exec_grown(struct handle *h, struct run *r)
 		wake(x);
 }
 
+/* What is refused is refused here, where every shell looks: bash and dash do not look at what close returns. */
+static int exec_open(struct handle *h, fuse_req_t req, struct err *e)
+{
+	(void)req;
+	return h->writes ? sandbox_takes_runs(h->node.sandbox, e) : 0;
+}
+
 const struct behaviour exec_file = {
-	.read = exec_read, .write = exec_write, .flush = exec_flush, .release = exec_release, .poll = exec_poll,
+	.open = exec_open, .read = exec_read, .write = exec_write, .flush = exec_flush, .release = exec_release, .poll = exec_poll,
 	.grown = exec_grown, .size = text_size, .resize = resize_nothing,
 };
 
 const struct behaviour exec_json_file = {
-	.read = exec_read, .write = exec_write, .flush = exec_flush, .release = exec_release, .poll = exec_poll,
+	.open = exec_open, .read = exec_read, .write = exec_write, .flush = exec_flush, .release = exec_release, .poll = exec_poll,
 	.grown = exec_grown, .size = text_size, .resize = resize_nothing,
 };
 

@@ -537,10 +537,8 @@ static int check_strings(const json_t *j, const char *what, struct err *e)
 	return bytes > ARGV_MAX ? err_set(e, E2BIG, "%s is %zu bytes: at most %u", what, bytes, ARGV_MAX) : 0;
 }
 
-static int check_request(struct sandbox *s, const struct run_request *q, struct err *e)
+int sandbox_takes_runs(struct sandbox *s, struct err *e)
 {
-	int r = 0;
-
 	if (s->object.gone)
 		return err_set(e, ENOENT, "the sandbox is gone");
 	if (s->state == SANDBOX_DEAD)
@@ -550,6 +548,15 @@ static int check_request(struct sandbox *s, const struct run_request *q, struct 
 			       sandbox_state_names[s->state]);
 	if (s->p->change)
 		return err_set(e, EBUSY, "sandbox %s is being frozen", s->name);
+	return 0;
+}
+
+static int check_request(struct sandbox *s, const struct run_request *q, struct err *e)
+{
+	int r = sandbox_takes_runs(s, e);
+
+	if (r < 0)
+		return r;
 	if (s->running >= AGENT_RUNS_MAX)
 		return err_set(e, EBUSY, "sandbox %s has %u runs in progress: no more at once", s->name, s->running);
 	if (!q->argv && !q->script)

@@ -16,10 +16,11 @@ struct machine;
 
 /*
  * The console; reboot by ACPI, which Linux avoids with reduced hardware unless asked; a panic reboots at once, which ends
- * the machine; the clock that stands still with the machine; no search for PCI and for serial ports that are not there,
+ * the machine; the clock that stands still with the machine, and nobody who compares the TSC with it and complains on the console
+ * after every restore; no search for PCI and for serial ports that are not there,
  * which takes hundreds of exits.
  */
-#define MACHINE_CMDLINE "console=ttyS0 reboot=a panic=-1 clocksource=kvm-clock pci=off 8250.nr_uarts=1"
+#define MACHINE_CMDLINE "console=ttyS0 reboot=a panic=-1 clocksource=kvm-clock tsc=nowatchdog pci=off 8250.nr_uarts=1"
 
 struct machine_options {
 	/* To boot: all but initrd, disk, cmdline may not be NULL. Without a cmdline it is MACHINE_CMDLINE. */

@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include <limits.h>
 #include <net/if.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
@@ -151,6 +152,22 @@ static void loopback_up(void)
 		say("loopback: %s", strerror(errno));
 }
 
+/* What the root file system says it is called. */
+static void set_hostname(void)
+{
+	char name[HOST_NAME_MAX + 1] = "sandbox";
+	AUTO_CLOSE int fd = open(BOOT_DISK "/etc/hostname", O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+	ssize_t n = fd < 0 ? -1 : read(fd, name, HOST_NAME_MAX);
+
+	if (n > 0)
+		name[n] = '\0';
+	name[strcspn(name, " \t\r\n")] = '\0';
+	if (!name[0])
+		strcpy(name, "sandbox");
+	if (sethostname(name, strlen(name)) < 0)
+		say("hostname: %s", strerror(errno));
+}
+
 int boot(struct err *e)
 {
 	struct rlimit files = { FILES_LIMIT, FILES_LIMIT };
@@ -168,6 +185,7 @@ int boot(struct err *e)
 	/* Whoever gets out of the sandbox finds nothing here. */
 	unlink("/init");
 	set_sysctls();
+	set_hostname();
 	loopback_up();
 	setrlimit(RLIMIT_NOFILE, &files);
 	return 0;

@@ -16,7 +16,7 @@ import pytest
 
 BUILD = pathlib.Path(os.environ.get('VMENV_BUILD', pathlib.Path(__file__).parent.parent / 'build'))
 AGENT = pathlib.Path(os.environ.get('VMENV_AGENT', BUILD / 'vmm/guest/vmenv-agent'))
-SETUP, RUN, ATTACH, SYNC, DATA, SIGNAL, ACK, RELEASE = range(1, 9)
+SETUP, RUN, ATTACH, SYNC, DATA, SIGNAL, ACK, RELEASE, NEXT = range(1, 10)
 OK, FAILED, STARTED, STDOUT, STDERR, EXIT = range(64, 70)
 WINDOW = 512 << 10
 NUMBERS = itertools.count(1)
@@ -33,10 +33,11 @@ class Closed(Exception):
 class Stream:
     """One connection to the agent."""
 
-    def __init__(self, path):
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.settimeout(20)
-        self.socket.connect(str(path))
+    def __init__(self, path, connected=None):
+        self.socket = connected or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        if not connected:
+            self.socket.settimeout(20)
+            self.socket.connect(str(path))
         self.buffer = b''
         self.started = None
         self.output = {STDOUT: bytearray(), STDERR: bytearray()}
@@ -119,8 +120,11 @@ class Agent:
             assert self.process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
 
-    def start(self, script=None, argv=None, stdin=b'', timeout_ms=20000, output_limit=64 << 20, **more):
-        s = Stream(self.path)
+    def start(self, script=None, argv=None, stdin=b'', timeout_ms=20000, output_limit=64 << 20, after=None, **more):
+        """after: a run whose end is known, and whose connection is used again."""
+        s = Stream(self.path, after and after.socket)
+        if after:
+            s.send(NEXT)
         data = (script.encode() if isinstance(script, str) else script or b'')
         s.number = next(NUMBERS)
         request = {'run': s.number, 'argv': argv, 'script_bytes': len(data), 'stdin_bytes': len(stdin), 'cwd': '/',
@@ -319,6 +323,48 @@ def test_a_run_outlives_its_connection(agent):
     third.finish()
     assert third.started == (16, 0) and third.out == b'' and third.end['exit_code'] == 0
     assert agent.attach(s.number).failure()['errno'] == 2
+
+
+def test_a_connection_serves_one_run_after_another(agent):
+    s = Stream(agent.path)
+    s.send(SETUP, {'entropy': '00' * 32})
+    assert s.frame() == (OK, b'')
+    s.send(ATTACH, {'run': 987654321})
+    assert s.failure()['errno'] == 2
+    s = agent.start('echo 1')
+    s.finish(release=False)
+    for i in range(2, 12):
+        last, s = s, agent.start(f'echo {i}; echo x >&2; sleep 0.0{i % 2}', after=s)
+        s.finish(release=False)
+        assert (s.started, s.out, s.err) == ((0, 0), b'%d\n' % i, b'x\n')
+        assert agent.attach(last.number).failure()['errno'] == 2
+    s.finish()
+
+
+def test_next_before_the_end_is_refused(agent):
+    s = agent.start('sleep 20')
+    assert s.one() == STARTED
+    s.send(NEXT)
+    assert s.failure()['errno'] == 16
+
+
+def test_what_is_older_than_the_oldest_is_forgotten(agent):
+    ended = agent.start('echo a')
+    ended.finish(release=False)
+    ended.socket.close()
+    followed = agent.start('echo b')
+    followed.finish(release=False)
+    going = agent.start('sleep 20', oldest=ended.number)
+    agent.attach(ended.number).finish(release=False)
+    agent.run('echo c', oldest=going.number)
+    for s in ended, followed:
+        s.socket.close()
+    time.sleep(0.2)
+    agent.run('echo d', oldest=going.number)
+    for s in ended, followed:
+        assert agent.attach(s.number).failure()['errno'] == 2
+    going.send(SIGNAL, struct.pack('<I', signal.SIGKILL))
+    assert going.finish()['signal'] == 9
 
 
 def test_a_second_attach_takes_over(agent):

@@ -109,6 +109,9 @@ def quiet(session):
     server = session.get()
     sandbox = server.create(ttl=0)
     write_file(sandbox.path / 'exec', 'cat <<EOF\n' + OUTPUT + 'EOF\necho warning >&2\nexit 3\n')
+    dead = server.create()  # a live guest's kernel may print at any time
+    dead.sh('echo printed by the test > /dev/kmsg')
+    dead.ctl('kill')
     metadata = sandbox.path / 'metadata' / 'note'
     write_file(metadata, 'remember\nthis', os.O_WRONLY | os.O_CREAT)
     template = server.mount / 'templates' / 'base'
@@ -129,12 +132,13 @@ def quiet(session):
         'log': (template / 'log', None),
         'config': (template / 'config', None),
         'upload': (template / 'rootfs', Server.rootfs),
-        'console': (sandbox.path / 'console', ...),  # may be empty
+        'console': (dead.path / 'console', ...),  # may be empty
         'error': (server.mount / 'error', ...),
     }
     yield {kind: (path, path.read_bytes() if what is None or what is ... else what, what is not ...)
            for kind, (path, what) in files.items()}
     sandbox.remove()
+    dead.remove()
 
 
 @pytest.mark.parametrize('tool', READERS)

@@ -16,9 +16,9 @@ struct machine;
 
 /*
  * The console; reboot by ACPI, which Linux avoids with reduced hardware unless asked; a panic reboots at once, which ends
- * the machine; the clock that stands still with the machine, and nobody who compares the TSC with it and complains on the console
- * after every restore; no search for PCI and for serial ports that are not there,
- * which takes hundreds of exits.
+ * the machine; the clock that stands still with the machine, and no watchdog that compares the TSC with it and after every
+ * restore prints why it distrusts it (600 exits); no search for PCI and for serial ports that are not there, which takes
+ * hundreds of exits.
  */
 #define MACHINE_CMDLINE "console=ttyS0 reboot=a panic=-1 clocksource=kvm-clock tsc=nowatchdog pci=off 8250.nr_uarts=1"
 

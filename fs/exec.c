@@ -263,7 +263,7 @@ static void exec_write(struct handle *h, fuse_req_t req, const char *bytes, size
 	int r;
 
 	(void)offset;
-	if (size > limit - h->text.n)
+	if (h->overfull || size > limit - h->text.n)
 		r = err_set(&e, EFBIG, "%s takes at most %zu bytes", h->node.entry->name, limit);
 	else if (buffer_add(&h->text, bytes, size) < 0)
 		r = err_set(&e, ENOMEM, "no memory for %zu more bytes", size);
@@ -273,6 +273,7 @@ static void exec_write(struct handle *h, fuse_req_t req, const char *bytes, size
 		/* What is not whole does not run. */
 		buffer_free(&h->text);
 		h->unapplied = false;
+		h->overfull |= r == -EFBIG || r == -ENOMEM;
 		request_fail(h->server, req, &h->node, h->node.entry->name, &e);
 		return;
 	}

@@ -106,6 +106,7 @@ struct handle {
 	unsigned references; /* the kernel's, and one of each pending request */
 	bool nonblock, writes, reads;
 	bool unapplied; /* text was written and has not taken effect yet */
+	bool overfull;  /* more was written than fits: the kernel may send the rest of it still, which is refused too */
 	struct fuse_pollhandle *poll; /* the newest; whoever polls is woken by it once */
 	uint64_t seen;                /* the end of what was read, for poll */
 	struct buffer text;           /* rendered at open, or written so far */

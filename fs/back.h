@@ -13,7 +13,10 @@
 #include "worker.h"
 
 #define MEMORY_RESERVE_KB (256u << 10) /* never given to machines */
+#define MEMORY_MARGIN_KB (64u << 10)   /* between the last machine let in and the first that must go */
 #define MEMORY_PER_MACHINE_KB (16u << 10)
+#define MEMORY_YOUNG_KB (8u << 10) /* kept for a machine that is just starting */
+#define YOUNG_NS (1000 * MS)
 #define RUNS_KEPT 1000      /* of a sandbox; the oldest ended ones go first */
 #define DEAD_KEPT 1024      /* dead sandboxes; the oldest go first */
 #define CONSOLE_MAX (64u << 20)
@@ -26,6 +29,15 @@ struct later {
 	struct later *next;
 	void (*fn)(void *arg);
 	void *arg;
+};
+
+/* pressure.c: how much memory there is, and who must go when there is none. */
+struct pressure {
+	struct timer timer;
+	uint64_t available_kb, floor_kb, looked_ns; /* MemAvailable; what must stay of it; when that was */
+	uint64_t stall_us, stall_ns;
+	struct sandbox *victim; /* referenced: on its way out */
+	uint64_t victim_until;
 };
 
 struct core {
@@ -44,10 +56,10 @@ struct core {
 	struct later *later, **later_tail;
 	struct timer later_timer, sweep;
 	struct reaper *reapers; /* run.c's */
-	uint64_t available_kb, available_ns; /* MemAvailable, and when that was */
+	struct pressure pressure;
 	bool closing;
 	struct {
-		uint64_t creates, create_failures, forks, fork_failures, resets, kills, expired, runs, deaths;
+		uint64_t creates, create_failures, forks, fork_failures, resets, kills, expired, runs, deaths, out_of_memory;
 	} count;
 };
 
@@ -72,6 +84,9 @@ static inline uint64_t deadline_ms(uint64_t ms)
 /* -ENOMEM and a sentence if the host cannot take n more machines. */
 int core_admit(struct core *c, unsigned n, struct err *e);
 uint64_t core_available_kb(struct core *c);
+void pressure_look(struct pressure *p); /* brings the figures up to date */
+void pressure_start(struct core *c);
+void pressure_stop(struct core *c);
 void journal_clear(struct journal *j);
 /* Removes a folder's files and, one level down, its folders. */
 void folder_clear(int folder);
@@ -97,6 +112,8 @@ int template_zygote(struct template *t, struct machine_client **m, struct err *e
 void template_say(struct template *t, const char *fmt, ...) __attribute__((format(printf, 2, 3))); /* a line in the log */
 /* The last line of the log that is not ours. */
 void template_last_line(struct template *t, char *line, size_t n);
+/* The last that the guest's agent said on the console, "" for nothing: a guest that gives up says why there. */
+void template_agent_line(struct template *t, char *line, size_t n);
 int template_move(struct template *t, enum template_state state, const char *reason, struct err *e);
 void bake_abandon(struct bake *b, const char *why);
 

@@ -8,7 +8,7 @@
  */
 #include "back.h"
 
-#define PATIENCE_MS 60000u     /* for one child to answer */
+#define PATIENCE_MS 30000u     /* for one child to answer, in an emulated host as well */
 #define PATIENCE_MORE_MS 2000u /* for each further one */
 
 enum birth_kind { BIRTH_CREATE, BIRTH_FORK, BIRTH_RESET };

@@ -5,6 +5,7 @@
 #include "settings.h"
 
 #define SETUP_MAX 1024
+#define GUEST_LEAST_MB 48u /* besides what the disk takes */
 #define ENV_MAX 1024
 
 static const char *const default_env[][2] = {
@@ -324,6 +325,20 @@ static int take_all(struct config *c, const char *text, size_t n, struct err *e)
 	return r;
 }
 
+/* The kernel has a struct page of 64 bytes for each 4 KiB of the disk, which is memory to it. */
+static int check_sizes(const struct config *c, struct err *e)
+{
+	uint64_t pages_mb = (c->disk_mb + 63) / 64;
+
+	if (pages_mb + GUEST_LEAST_MB <= c->memory_mb)
+		return 0;
+	return err_set(e, EINVAL,
+		       "config: a disk_mb of %llu takes %llu MB of the machine's memory, and the rest of it needs %u: "
+		       "memory_mb must be at least %llu, not %llu", (unsigned long long)c->disk_mb,
+		       (unsigned long long)pages_mb, GUEST_LEAST_MB, (unsigned long long)(pages_mb + GUEST_LEAST_MB),
+		       (unsigned long long)c->memory_mb);
+}
+
 int config_parse(const char *text, size_t n, struct config *c, struct err *e)
 {
 	struct config made = { 0 };
@@ -337,6 +352,8 @@ int config_parse(const char *text, size_t n, struct config *c, struct err *e)
 	r = defaults(&made, e);
 	if (r == 0 && blank < n)
 		r = take_all(&made, text, n, e);
+	if (r == 0)
+		r = check_sizes(&made, e);
 	if (r < 0) {
 		config_clear(&made);
 		return r;

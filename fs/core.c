@@ -212,13 +212,25 @@ void core_event(struct core *c, const char *kind, const char *sandbox, json_t *m
 	json_decref(more);
 }
 
-/* Words of others in a line of ours: no control characters, not endless, valid UTF-8 is not asked for here. */
+/*
+ * Words of others in a line of ours: control characters are shown ('base\r' is no template, and is seen to be another
+ * word than 'base'), not endless, valid UTF-8 is not asked for here.
+ */
 static void one_line(char *out, size_t room, const char *text)
 {
 	size_t n = 0;
 
-	for (; *text && n + 1 < room; text++)
-		out[n++] = (unsigned char)*text < ' ' || *text == 0x7f ? ' ' : *text;
+	for (; *text && n + 5 < room; text++) {
+		unsigned char c = (unsigned char)*text;
+		const char *letter = strchr("\rr\nn\tt", c);
+
+		if (c >= ' ' && c != 0x7f)
+			out[n++] = *text;
+		else if (letter)
+			n += (size_t)sprintf(out + n, "\\%c", letter[1]);
+		else
+			n += (size_t)sprintf(out + n, "\\x%02x", c);
+	}
 	out[n] = 0;
 }
 
@@ -256,28 +268,36 @@ static uint64_t read_field(const char *path, const char *field)
 
 uint64_t core_available_kb(struct core *c)
 {
-	uint64_t now = now_ns(CLOCK_MONOTONIC);
+	pressure_look(&c->pressure);
+	return c->pressure.available_kb;
+}
 
-	if (!c->available_ns || now - c->available_ns > 50 * MS) {
-		c->available_kb = read_field("/proc/meminfo", "MemAvailable");
-		c->available_ns = now;
+/* What the machines that are being made now will take and have not taken yet. */
+static uint64_t young_kb(struct core *c)
+{
+	uint64_t now = now_ns(CLOCK_REALTIME), kb = 0;
+
+	for (struct sandbox *s = c->sandboxes; s; s = s->next) {
+		if (s->state == SANDBOX_CREATING)
+			kb += MEMORY_PER_MACHINE_KB;
+		else if (now < s->created_ns + YOUNG_NS && s->state != SANDBOX_DEAD)
+			kb += MEMORY_YOUNG_KB;
 	}
-	return c->available_kb;
+	return kb;
 }
 
 int core_admit(struct core *c, unsigned n, struct err *e)
 {
 	uint64_t have = core_available_kb(c);
-	uint64_t need = MEMORY_RESERVE_KB + (uint64_t)n * MEMORY_PER_MACHINE_KB;
+	uint64_t reserve = MAX(MEMORY_RESERVE_KB, c->pressure.floor_kb + MEMORY_MARGIN_KB) + young_kb(c);
+	uint64_t need = reserve + (uint64_t)n * MEMORY_PER_MACHINE_KB;
 
 	if (have && have < need)
 		return err_set(
 			e, ENOMEM,
 			"%u more machine%s would need %llu MB of memory, %llu MB of it a reserve; the host has %llu MB",
 			n, n == 1 ? "" : "s", (unsigned long long)(need >> 10),
-			(unsigned long long)(MEMORY_RESERVE_KB >> 10), (unsigned long long)(have >> 10));
-	/* Until the next look these are counted as taken. */
-	c->available_kb -= MIN(have, (uint64_t)n * MEMORY_PER_MACHINE_KB);
+			(unsigned long long)(reserve >> 10), (unsigned long long)(have >> 10));
 	return 0;
 }
 
@@ -320,7 +340,7 @@ char *core_stats(struct core *c)
 		     "sandboxes_frozen %u\nsandboxes_dead %u\nruns_running %u\nruns_kept %u\ncreates_total %llu\n"
 		     "create_failures_total %llu\nforks_total %llu\nfork_failures_total %llu\nresets_total "
 		     "%llu\nkills_total %llu\n"
-		     "expired_total %llu\ndeaths_total %llu\nruns_total %llu\nmachine_processes %u\nopen_files %u\n"
+		     "expired_total %llu\ndeaths_total %llu\nout_of_memory_total %llu\nruns_total %llu\nmachine_processes %u\nopen_files %u\n"
 		     "state_files %u\nserver_rss_kb %llu\nserver_threads %llu\nmemory_available_kb "
 		     "%llu\nuptime_seconds %llu\n",
 		     templates, ready, state[0] + state[1] + state[2] + state[3] + state[4], state[SANDBOX_CREATING],
@@ -328,7 +348,7 @@ char *core_stats(struct core *c)
 		     (unsigned long long)c->count.creates, (unsigned long long)c->count.create_failures,
 		     (unsigned long long)c->count.forks, (unsigned long long)c->count.fork_failures,
 		     (unsigned long long)c->count.resets, (unsigned long long)c->count.kills,
-		     (unsigned long long)c->count.expired, (unsigned long long)c->count.deaths,
+		     (unsigned long long)c->count.expired, (unsigned long long)c->count.deaths, (unsigned long long)c->count.out_of_memory,
 		     (unsigned long long)c->count.runs, c->machines.count, fds >= 0 ? count_entries(fds) : 0,
 		     count_entries(c->machines.folder) + count_entries(c->consoles_fd) + count_entries(c->outputs_fd),
 		     (unsigned long long)read_field("/proc/self/status", "VmRSS"),
@@ -459,6 +479,11 @@ static int open_state(struct core *c, const struct core_options *o, struct err *
 	return store_open(path, c->loop, &c->store, e);
 }
 
+int core_job(struct core *c, struct job *j, struct err *e)
+{
+	return c->closing ? err_set(e, EIO, "the server ends") : job_start(c->workers, j, e);
+}
+
 /* Each machine takes three descriptors here, each run in progress three. */
 static void raise_limits(void)
 {
@@ -505,6 +530,7 @@ int core_open(const struct core_options *o, struct loop *l, struct core **out, s
 		return r;
 	}
 	loop_timer(l, &c->sweep, deadline_ms(5000));
+	pressure_start(c);
 	*out = c;
 	return 0;
 }
@@ -520,6 +546,7 @@ void core_close(struct core *c)
 	if (!c)
 		return;
 	c->closing = true;
+	pressure_stop(c);
 	sandboxes_close(c);
 	templates_close(c);
 	core_settle(c);

@@ -17,6 +17,8 @@
 #include <vmenv/loop.h>
 #include <vmenv/util.h>
 
+#include "worker.h"
+
 struct core;
 struct store;
 
@@ -118,6 +120,8 @@ enum template_upload { UPLOAD_ROOTFS, UPLOAD_KERNEL };
 int template_upload(struct template *t, enum template_upload which, struct err *e);
 /* The size of it, 0 if there is none. */
 off_t template_upload_size(struct template *t, enum template_upload which);
+/* The folder that has the uploads. The template's own. */
+int template_folder_fd(struct template *t);
 int template_upload_read_fd(struct template *t, enum template_upload which); /* -1 if there is none */
 /* Bakes. Cancel: the bake is abandoned, state failed. */
 int template_bake(struct template *t, struct op *op, struct err *e);
@@ -255,6 +259,10 @@ void core_fail(struct core *c, const char *sandbox, const char *command, const s
 /* A line in `events`: {"time":..., "event": kind, "sandbox": ..., ...}. Takes over `more` (may be NULL). */
 void core_event(struct core *c, const char *kind, const char *sandbox, json_t *more);
 char *core_stats(struct core *c);   /* flat keyed lines, malloc'ed */
+/* Starts a job on a worker. Its report comes at the latest in core_close. */
+int core_job(struct core *c, struct job *j, struct err *e);
+/* A descriptor of an empty file without a name, on the state's file system; or -errno. */
+int core_scratch(struct core *c, struct err *e);
 /* Wakes whoever lists directories: a counter that moves when objects come or go. */
 uint64_t core_generation(struct core *c);
 

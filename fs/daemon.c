@@ -91,6 +91,7 @@ void daemon_ready(struct daemon *d)
 		fprintf(stderr, "vmenvfs: whoever started this is gone\n");
 	close(d->pipe);
 	d->pipe = -1;
+	d->detached = true;
 	null = open("/dev/null", O_RDWR | O_CLOEXEC);
 	for (int fd = 0; null >= 0 && fd <= 2; fd++)
 		dup2(null, fd);

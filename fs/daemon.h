@@ -8,6 +8,7 @@
 struct daemon {
 	bool foreground; /* stay: daemon_start and daemon_ready then do nothing */
 	int pipe;        /* to the parent that waits; -1 if none does */
+	bool detached;   /* nobody sees what goes to stderr any more */
 };
 
 /*

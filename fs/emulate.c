@@ -361,8 +361,10 @@ static int prepare(struct emulation *m, struct err *e)
 	const struct host_options *o = m->options;
 	AUTO_FREE char *state = NULL;
 	uint64_t available;
-	int r = make_folders(o->state, e);
+	int r;
 
+	umask(077); /* ours would be files that we cannot open again, if it were 0777 */
+	r = make_folders(o->state, e);
 	if (r < 0)
 		return r;
 	state = realpath(o->state, NULL);

@@ -32,7 +32,7 @@ static void run_put(struct exec_run *x)
 		return;
 	if (x->run)
 		object_put(&x->run->object);
-	buffer_free(&x->result);
+	exec_answer_free(x->answer);
 	free(x);
 }
 
@@ -47,10 +47,48 @@ static void wait_end(struct exec_wait *w)
 	pending_end(&w->pending);
 }
 
-/* Whether a read has something to say: the answer of exec.json comes when the run is over, output as it is printed. */
-static bool readable(const struct handle *h, const struct exec_run *x, uint64_t at)
+static void wake(struct exec_run *x);
+
+static void answered(struct job *j)
 {
-	return x->done || (!is_json(h) && at < x->run->stored[STREAM_STDOUT]);
+	struct exec_run *x = j->arg;
+
+	x->answering = false;
+	/* Without the file nobody is left to tell, and the server may be gone. */
+	if (x->references > 1) {
+		wake(x);
+		server_wake(x->server);
+	}
+	run_put(x);
+}
+
+/* Has the answer of a run that is over made, once: at once if it is short. */
+static void answer(struct exec_run *x)
+{
+	if (x->answer || x->unanswerable.code || x->status < 0)
+		return;
+	if (exec_answer_new(x->run, &x->answer, &x->unanswerable) < 0)
+		return;
+	x->answer->job.done = answered;
+	x->answer->job.arg = x;
+	if (!exec_answer_long(x->answer)) {
+		x->answer->job.work(&x->answer->job);
+	} else if (core_job(x->server->core, &x->answer->job, &x->unanswerable) == 0) {
+		x->answering = true;
+		x->references++;
+	} else {
+		exec_answer_free(steal_ptr(&x->answer));
+	}
+}
+
+/* Whether a read has something to say: the answer of exec.json comes when the run is over, output as it is printed. */
+static bool readable(const struct handle *h, struct exec_run *x, uint64_t at)
+{
+	if (!is_json(h))
+		return x->done || at < x->run->stored[STREAM_STDOUT];
+	if (x->done)
+		answer(x);
+	return x->done && !x->answering;
 }
 
 static bool try_read(struct handle *h, struct exec_run *x, fuse_req_t req, size_t size, uint64_t offset);
@@ -163,16 +201,20 @@ static int start(struct handle *h, struct err *e)
 	return 0;
 }
 
-static int result(struct exec_run *x)
+static void read_answer(struct handle *h, const struct exec_run *x, fuse_req_t req, size_t size, uint64_t at)
 {
-	return x->result.n ? 0 : exec_json_result(x->run, &x->result);
+	const struct err *e = x->answer ? &x->answer->err : &x->unanswerable;
+
+	if (e->code)
+		request_fail(h->server, req, &h->node, h->node.entry->name, e);
+	else
+		exec_answer_read(x->answer, req, size, at);
 }
 
 /* False if there is nothing to say yet. */
 static bool try_read(struct handle *h, struct exec_run *x, fuse_req_t req, size_t size, uint64_t offset)
 {
 	uint64_t at, stored = x->run->stored[STREAM_STDOUT];
-	int r;
 
 	/* A written file's offset is where the writes left it, so the output begins at the first read, or where a reader
 	 * goes back to. */
@@ -187,11 +229,7 @@ static bool try_read(struct handle *h, struct exec_run *x, fuse_req_t req, size_
 	if (x->done && x->status < 0 && (is_json(h) || at >= stored)) {
 		fuse_reply_err(req, -x->status);
 	} else if (is_json(h)) {
-		r = result(x);
-		if (r < 0)
-			fuse_reply_err(req, -r);
-		else
-			reply_slice(req, x->result.bytes, x->result.n, size, at);
+		read_answer(h, x, req, size, at);
 	} else {
 		h->seen = MIN(h->seen, MAX(stored, at));
 		reply_file(req, stored ? run_output_fd(x->run, STREAM_STDOUT) : -1, stored, size, at);
@@ -288,14 +326,17 @@ static void exec_release(struct handle *h)
 
 	if (!x)
 		return;
-	if (x->read_started)
+	if (x->read_started && !x->done) {
+		x->references--; /* the operation's is there, and goes with it */
 		cut(x);
-	run_put(x);
+	} else {
+		run_put(x);
+	}
 }
 
 static unsigned exec_poll(struct handle *h)
 {
-	const struct exec_run *x = h->own;
+	struct exec_run *x = h->own;
 	unsigned events = POLLOUT | POLLWRNORM;
 
 	if (!x || h->unapplied || readable(h, x, h->seen))

@@ -3,12 +3,12 @@
 #ifndef FS_EXEC_H
 #define FS_EXEC_H
 
-#include "server.h"
+#include "exec_answer.h"
 
 /* A run that an open file started. */
 struct exec_run {
 	struct op op;
-	unsigned references; /* the open file's, and the operation's until it is over: so requests only wait while there is one */
+	unsigned references; /* the open file's; the operation's and the worker's until they are over: requests wait for those only */
 	struct run *run;     /* held */
 	struct server *server;
 	bool done;           /* op is over */
@@ -16,7 +16,9 @@ struct exec_run {
 	int status;          /* of op */
 	bool placed;         /* `start` is set */
 	uint64_t start;      /* the offset of the first read, which is where the output begins */
-	struct buffer result; /* exec.json: the answer, rendered once */
+	struct exec_answer *answer; /* exec.json: made once, when it is asked for after the end */
+	bool answering;             /* a worker has it, and a reference */
+	struct err unanswerable;
 	struct exec_wait *waiting;
 };
 
@@ -28,7 +30,5 @@ struct exec_request {
 };
 int exec_json_parse(const char *text, size_t n, struct exec_request *r, struct err *e);
 void exec_request_free(struct exec_request *r);
-/* The answer of exec.json, with newline. 0 or -errno. */
-int exec_json_result(struct run *r, struct buffer *b);
 
 #endif

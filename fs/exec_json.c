@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The object that `exec.json` takes, and the one it answers with. */
+/* The object that `exec.json` takes. */
 #include "base64.h"
 #include "exec.h"
 #include "settings.h"
@@ -170,68 +170,6 @@ void exec_request_free(struct exec_request *r)
 	free(r->input);
 	r->json = NULL;
 	r->input = NULL;
-}
-
-static char *read_all(struct run *r, enum stream which)
-{
-	size_t n = (size_t)r->stored[which];
-	char *bytes = malloc(n + 1);
-	int fd = n ? run_output_fd(r, which) : -1;
-
-	for (size_t at = 0; bytes && at < n;) {
-		ssize_t got = pread(fd, bytes + at, n - at, (off_t)at);
-
-		if (got <= 0) {
-			free(bytes);
-			return NULL;
-		}
-		at += (size_t)got;
-	}
-	return bytes;
-}
-
-/* Text as it is, anything else as base64 under another key. */
-static int put_output(json_t *answer, struct run *r, enum stream which)
-{
-	static const char *const keys_of[2][2] = { { "stdout", "stdout_base64" }, { "stderr", "stderr_base64" } };
-	AUTO_FREE char *bytes = read_all(r, which);
-	AUTO_FREE char *encoded = NULL;
-	json_t *text;
-
-	if (!bytes)
-		return -EIO;
-	text = json_stringn(bytes, (size_t)r->stored[which]);
-	if (text)
-		return json_object_set_new(answer, keys_of[which][0], text) < 0 ? -ENOMEM : 0;
-	encoded = base64_encode(bytes, (size_t)r->stored[which]);
-	if (!encoded)
-		return -ENOMEM;
-	return json_object_set_new(answer, keys_of[which][1], json_string_nocheck(encoded)) < 0 ? -ENOMEM : 0;
-}
-
-static int buffer_dump(const char *bytes, size_t n, void *b)
-{
-	return buffer_add(b, bytes, n);
-}
-
-int exec_json_result(struct run *r, struct buffer *b)
-{
-	json_t *answer = json_pack("{s:I, s:i, s:o, s:b, s:I, s:I, s:I, s:b}", "run", (json_int_t)r->number, "exit_code",
-				   r->exit_code, "signal", r->signal ? json_integer(r->signal) : json_null(), "timed_out",
-				   r->timed_out, "duration_ms", (json_int_t)(r->duration_ns / 1000000u), "stdout_bytes",
-				   (json_int_t)r->printed[STREAM_STDOUT], "stderr_bytes",
-				   (json_int_t)r->printed[STREAM_STDERR], "truncated",
-				   r->truncated[STREAM_STDOUT] || r->truncated[STREAM_STDERR]);
-	int error = answer ? 0 : -ENOMEM;
-
-	for (int which = STREAM_STDOUT; !error && which <= STREAM_STDERR; which++)
-		error = put_output(answer, r, (enum stream)which);
-	if (!error && (json_dump_callback(answer, buffer_dump, b, 0) < 0 || buffer_add(b, "\n", 1) < 0))
-		error = -ENOMEM;
-	if (error)
-		buffer_free(b);
-	json_decref(answer);
-	return error;
 }
 
 char *exec_json_usage(const struct node *n, size_t *bytes)

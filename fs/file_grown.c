@@ -117,19 +117,19 @@ static int upload_resize(const struct node *n, uint64_t size, struct err *e)
 	return 0;
 }
 
-/* fsync of an upload takes as long as the disk does: a thread of its own waits for it. */
+/* fsync of an upload takes as long as the disk does: a thread of its own waits for it. The template's row is durable already. */
 struct sync {
 	struct watch watch; /* the end that the loop reads */
 	struct server *server;
 	fuse_req_t req;
-	int fd, pipe, error; /* the thread's, until it writes to the pipe */
+	int fd, folder, pipe, error; /* the thread's, until it writes to the pipe */
 };
 
 static void *sync_thread(void *arg)
 {
 	struct sync *s = arg;
 
-	s->error = fsync(s->fd) < 0 ? errno : 0;
+	s->error = fsync(s->fd) < 0 || fsync(s->folder) < 0 ? errno : 0;
 	while (write(s->pipe, "", 1) < 0 && errno == EINTR)
 		;
 	return NULL;
@@ -137,7 +137,10 @@ static void *sync_thread(void *arg)
 
 static void sync_free(struct sync *s)
 {
-	close(s->fd);
+	if (s->fd >= 0)
+		close(s->fd);
+	if (s->folder >= 0)
+		close(s->folder);
 	close(s->pipe);
 	close(s->watch.fd);
 	free(s);
@@ -166,7 +169,8 @@ static void upload_fsync(struct handle *h, fuse_req_t req)
 	}
 	*s = (struct sync){ .watch = { pipes[0], sync_done, s }, .server = h->server, .req = req, .pipe = pipes[1] };
 	s->fd = fcntl(fd, F_DUPFD_CLOEXEC, 3);
-	r = s->fd < 0 ? errno : -loop_add(h->server->loop, &s->watch, EPOLLIN);
+	s->folder = fcntl(template_folder_fd(h->node.template), F_DUPFD_CLOEXEC, 3);
+	r = s->fd < 0 || s->folder < 0 ? EMFILE : -loop_add(h->server->loop, &s->watch, EPOLLIN);
 	if (!r) {
 		r = pthread_create(&thread, NULL, sync_thread, s);
 		if (!r) {

@@ -29,6 +29,19 @@ static void rendered_read(struct handle *h, fuse_req_t req, size_t size, uint64_
 
 const struct behaviour rendered_file = { .open = rendered_open, .read = rendered_read, .size = text_size };
 
+/* A command may be long: it is read where it is. */
+static uint64_t command_size(const struct node *n)
+{
+	return n->run->command_bytes;
+}
+
+static void command_read(struct handle *h, fuse_req_t req, size_t size, uint64_t offset)
+{
+	reply_slice(req, h->node.run->command, h->node.run->command_bytes, size, offset);
+}
+
+const struct behaviour command_file = { .read = command_read, .size = command_size };
+
 void text_read(struct handle *h, fuse_req_t req, size_t size, uint64_t offset)
 {
 	size_t n = 0;

@@ -3,11 +3,13 @@
 #include <getopt.h>
 #include <limits.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 
 #include "core.h"
 #include "daemon.h"
 #include "host.h"
 #include "mountpoint.h"
+#include "process.h"
 #include "session.h"
 
 #ifndef VMENVFS_VERSION
@@ -51,9 +53,9 @@ static const char usage[] =
 	"It ends when MOUNTPOINT is unmounted (umount, fusermount3 -u), or by SIGINT, SIGTERM or SIGHUP; the machines end with it.\n"
 	"The first thing to read then is MOUNTPOINT/README.\n";
 
-static int say(const struct err *e)
+static int say(const struct options *o, const struct err *e)
 {
-	fprintf(stderr, "vmenvfs: %s\n", e->text);
+	host_say(o->daemon.detached, "%s", e->text);
 	return EXIT_FAILURE;
 }
 
@@ -214,6 +216,7 @@ static int serve(struct options *o, const char *mount_options, struct err *e)
 	if (!files.kernel || !files.initrd || !files.machine)
 		return err_set(e, ENOENT, "no %s beside the program or in its library folder: give its path",
 			       !files.kernel ? "guest kernel (--kernel)" : !files.initrd ? "guest initramfs (--initrd)" : "vmenv-machine (--machine)");
+	umask(077); /* ours would be files that we cannot open again, if it were 0777 */
 	loop = loop_new();
 	if (!loop)
 		return err_set(e, ENOMEM, "no memory");
@@ -300,5 +303,5 @@ int main(int argc, char **argv)
 	free(o.kernel);
 	free(o.initrd);
 	free(o.machine);
-	return r < 0 ? say(&e) : EXIT_SUCCESS;
+	return r < 0 ? say(&o, &e) : EXIT_SUCCESS;
 }

@@ -3,6 +3,8 @@
 #include "interrupt.h"
 #include "server.h"
 
+#define JSON_EARLY_MAX 65536u /* bytes of a text that is judged before it is whole */
+#define CUT_MAX 8u           /* bytes of what a text may be cut within */
 #define DOUBT_NS 100000000u /* how often a request with a housekeeping signal is looked at again */
 
 /* libfuse may call this with the request locked: only a note is taken. */
@@ -212,19 +214,63 @@ void buffer_free(struct buffer *b)
 	*b = (struct buffer){ 0 };
 }
 
-bool json_incomplete(const struct buffer *b)
+enum judgement { JSON_WHOLE, JSON_ENDS_EARLY, JSON_WRONG_AT_END, JSON_WRONG };
+
+static enum judgement judge(const char *bytes, size_t n)
 {
 	json_error_t error;
-	json_t *json;
-	size_t n = b->n;
+	json_t *json = json_loadb(bytes, n, 0, &error);
 
-	while (n && strchr(" \t\r\n", b->bytes[n - 1]))
-		n--;
-	if (!n || b->bytes[n - 1] != '}')
+	if (json) {
+		json_decref(json);
+		return JSON_WHOLE;
+	}
+	if (json_error_code(&error) == json_error_premature_end_of_input)
+		return JSON_ENDS_EARLY;
+	return (size_t)MAX(error.position, 0) + CUT_MAX < n ? JSON_WRONG : JSON_WRONG_AT_END;
+}
+
+/* Can it be made a text that only ends early? It may be cut within a word, a number, an escape or a character. */
+static bool cut_within(const struct buffer *b)
+{
+	static const char *const rests[] = {
+		"rue", "ue", "e", "alse", "lse", "se", "ull", "ll", "l", "0", "00", "000", "0000", "\\",
+		"\x80", "\x80\x80", "\xa0\x80", "\x80\x80\x80", "\x90\x80\x80",
+	};
+	AUTO_FREE char *more = malloc(b->n + 8);
+
+	if (!more)
+		return true; /* close will tell */
+	memcpy(more, b->bytes, b->n);
+	for (size_t i = 0; i < ARRAY_SIZE(rests); i++) {
+		size_t n = strlen(rests[i]);
+
+		memcpy(more + b->n, rests[i], n);
+		if (judge(more, b->n + n) == JSON_ENDS_EARLY)
+			return true;
+	}
+	return false;
+}
+
+bool json_incomplete(const struct buffer *b)
+{
+	static const char blank[] = { ' ', '\t', '\r', '\n' };
+	size_t n = b->n, start = 0;
+	enum judgement j;
+
+	while (start < n && memchr(blank, b->bytes[start], sizeof(blank)))
+		start++;
+	if (start == n)
 		return true;
-	json = json_loadb(b->bytes, b->n, 0, &error);
-	json_decref(json);
-	return !json && json_error_code(&error) == json_error_premature_end_of_input;
+	if (b->bytes[start] != '{')
+		return false;
+	while (memchr(blank, b->bytes[n - 1], sizeof(blank)))
+		n--;
+	/* A long text comes in many writes, and is not parsed at each. */
+	if (b->bytes[n - 1] != '}' && b->n > JSON_EARLY_MAX)
+		return true;
+	j = judge(b->bytes, b->n);
+	return j == JSON_ENDS_EARLY || (j == JSON_WRONG_AT_END && b->n <= JSON_EARLY_MAX && cut_within(b));
 }
 
 int resize_nothing(const struct node *n, uint64_t size, struct err *e)

@@ -10,7 +10,7 @@
 
 #include "run_private.h"
 
-#define START_MS 60000u  /* for the agent to begin */
+#define START_MS 60000u  /* for the agent to begin, and at most the run's own time */
 #define GRACE_MS 5000u   /* for the guest to see to its own deadline, or to a SIGKILL */
 #define RETRY_MS 50u
 #define ATTEMPTS 60u
@@ -309,7 +309,7 @@ static void on_timer(struct timer *t)
 
 	if (r->p->killed)
 		cut_off(r, RUN_KILLED);
-	else if (r->state == RUN_RUNNING)
+	else if (r->state == RUN_RUNNING || r->p->may_time_out)
 		cut_off(r, RUN_TIMEOUT);
 	else
 		run_lost(r, ETIMEDOUT, "the guest's agent did not start run %llu within %u seconds",
@@ -636,6 +636,7 @@ int run_start(struct sandbox *s, const struct run_request *q, struct run **out, 
 		object_remove(s->core, &r->object);
 		return status;
 	}
+	r->p->may_time_out = r->p->timeout_ms && r->p->timeout_ms <= START_MS;
 	s->p->next_run++;
 	s->running++;
 	s->core->count.runs++;
@@ -646,7 +647,8 @@ int run_start(struct sandbox *s, const struct run_request *q, struct run **out, 
 		op->callee = r;
 		op->cancel = cancel;
 	}
-	loop_timer(s->core->loop, &r->p->timer, deadline_ms(START_MS));
+	loop_timer(s->core->loop, &r->p->timer,
+		   deadline_ms(r->p->may_time_out ? r->p->timeout_ms + GRACE_MS : START_MS));
 	*out = r;
 	return op ? VMENV_PENDING : 0;
 }

@@ -32,6 +32,17 @@ static int output_new(struct core *c, struct output **out, int *fd, struct err *
 	return 0;
 }
 
+int core_scratch(struct core *c, struct err *e)
+{
+	struct output *o = NULL;
+	int fd = -1, r = output_new(c, &o, &fd, e);
+
+	if (r < 0)
+		return r;
+	output_put(o); /* its name goes */
+	return fd;
+}
+
 void output_put(struct output *o)
 {
 	char name[24];

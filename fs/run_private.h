@@ -22,6 +22,7 @@ struct run_private {
 	uint64_t left_ns;        /* of timer, while frozen */
 	unsigned attempts;
 	bool sent, attach, attaching, killed, killed_softly;
+	bool may_time_out; /* also before it has begun: its own time is over before the agent's to begin */
 	struct output *output[2];
 	uint64_t got[2];         /* the offset of the next byte from the guest */
 	uint64_t have[2];        /* bytes in the file */

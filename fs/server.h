@@ -216,7 +216,7 @@ void server_watch_run(struct server *s, struct run *r);
 extern const struct fuse_lowlevel_ops server_ops; /* walk.c */
 
 /* The behaviours. */
-extern const struct behaviour rendered_file, value_file, config_file, metadata_file; /* file_text.c */
+extern const struct behaviour rendered_file, command_file, value_file, config_file, metadata_file; /* file_text.c */
 extern const struct behaviour grown_file, result_file, upload_file, console_file;    /* file_grown.c */
 extern const struct behaviour journal_file;                                          /* file_journal.c */
 extern const struct behaviour wait_file, digest_file;                                /* file_wait.c */

@@ -63,6 +63,7 @@ struct store {
 	struct loop *loop;
 	struct timer commit;
 	bool open; /* a transaction */
+	bool durable; /* what commits are now: synchronous is FULL */
 	uint64_t next_id, last_id;
 };
 
@@ -101,12 +102,22 @@ static void commit_due(struct timer *t)
 		loop_timer(s->loop, t, now_ns(CLOCK_MONOTONIC) + 10 * COMMIT_AFTER_NS);
 }
 
-static int begin(struct store *s, struct err *e)
+/* A durable one is of its own: what was gathered before does not wait for the disk with the next commit. */
+static int begin(struct store *s, bool durable, struct err *e)
 {
-	int r;
+	int r = 0;
 
-	if (s->open)
-		return 0;
+	if (s->open && durable && !s->durable)
+		r = store_commit(s, e);
+	if (r < 0 || s->open)
+		return r;
+	if (s->durable != durable) {
+		/* Not possible within a transaction. */
+		r = run(s, durable ? "PRAGMA synchronous = FULL" : "PRAGMA synchronous = NORMAL", e);
+		if (r < 0)
+			return r;
+		s->durable = durable;
+	}
 	r = run(s, "BEGIN IMMEDIATE", e);
 	if (r < 0)
 		return r;
@@ -201,7 +212,10 @@ static int open_all(struct store *s, const char *path, struct err *e)
 	    SQLITE_OK)
 		return s->db ? failed(s, e) : err_set(e, ENOMEM, "out of memory");
 	sqlite3_busy_timeout(s->db, 5000);
-	/* NORMAL: a commit is a write without an fsync, so it does not hold up the loop; store_settle does the rest. */
+	/*
+	 * NORMAL: a commit is a write without an fsync, so it does not hold up the loop. Templates are few, and people
+	 * uploaded what they are made of: theirs are FULL.
+	 */
 	r = run(s, "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON", e);
 	if (r == 0)
 		r = check_schema(s, e);
@@ -274,7 +288,7 @@ int store_settle(const char *path, struct err *e)
 int store_template_put(struct store *s, const struct store_template *t, struct err *e)
 {
 	sqlite3_stmt *q = s->statements[TEMPLATE_PUT];
-	int r = begin(s, e);
+	int r = begin(s, true, e);
 
 	if (r < 0)
 		return r;
@@ -296,7 +310,7 @@ int store_template_put(struct store *s, const struct store_template *t, struct e
 static int delete_by_id(struct store *s, enum statement which, uint64_t id, uint64_t number, struct err *e)
 {
 	sqlite3_stmt *q = s->statements[which];
-	int r = begin(s, e);
+	int r = begin(s, which == TEMPLATE_DELETE, e);
 
 	if (r < 0)
 		return r;
@@ -344,7 +358,7 @@ int store_templates(struct store *s, int (*each)(void *arg, const struct store_t
 int store_sandbox_put(struct store *s, const struct store_sandbox *b, struct err *e)
 {
 	sqlite3_stmt *q = s->statements[SANDBOX_PUT];
-	int r = begin(s, e);
+	int r = begin(s, false, e);
 
 	if (r < 0)
 		return r;
@@ -394,7 +408,7 @@ int store_sandboxes(struct store *s, int (*each)(void *arg, const struct store_s
 int store_run_put(struct store *s, const struct store_run *b, struct err *e)
 {
 	sqlite3_stmt *q = s->statements[RUN_PUT];
-	int r = begin(s, e);
+	int r = begin(s, false, e);
 
 	if (r < 0)
 		return r;

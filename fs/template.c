@@ -280,6 +280,11 @@ int template_upload_read_fd(struct template *t, enum template_upload which)
 	return t->p->upload_fd[which];
 }
 
+int template_folder_fd(struct template *t)
+{
+	return t->p->folder;
+}
+
 static off_t size_of(int fd)
 {
 	struct stat st;
@@ -388,6 +393,26 @@ void template_last_line(struct template *t, char *line, size_t n)
 	for (p = strtok_r(tail, "\n", &save); p; p = strtok_r(NULL, "\n", &save))
 		if (strncmp(p, "[vmenvfs]", 9) != 0 && strspn(p, " ") != strlen(p))
 			snprintf(line, n, "%s", p);
+}
+
+void template_agent_line(struct template *t, char *line, size_t n)
+{
+	static const char mark[] = "vmenv-agent: ";
+	char tail[4096], *p, *found = NULL;
+	off_t size = size_of(t->log_fd), from = MAX(size - (off_t)sizeof(tail) + 1, 0);
+	ssize_t got = t->log_fd >= 0 ? pread(t->log_fd, tail, sizeof(tail) - 1, from) : -1;
+
+	line[0] = 0;
+	if (got <= 0)
+		return;
+	for (ssize_t i = 0; i < got; i++)
+		if (!tail[i])
+			tail[i] = ' ';
+	tail[got] = 0;
+	for (p = tail; (p = strstr(p, mark)); p += sizeof(mark) - 1)
+		found = p;
+	if (found)
+		snprintf(line, n, "%.*s", (int)strcspn(found, "\r\n"), found);
 }
 
 static void zygote_ended(struct machine_client *m, const char *sentence)

@@ -366,25 +366,13 @@ const struct directory runs_directory = {
 	.first = 128, .last = 128, .of = OF_SANDBOX, .child = &run_directory, .list = runs_list, .find = runs_find,
 };
 
-static char *command_text(const struct node *n, size_t *bytes)
-{
-	char *text = malloc(n->run->command_bytes + 1);
-
-	if (!text)
-		return NULL;
-	if (n->run->command_bytes)
-		memcpy(text, n->run->command, n->run->command_bytes);
-	*bytes = n->run->command_bytes;
-	return text;
-}
-
 static char *run_state_text(const struct node *n, size_t *bytes)
 {
 	return line(bytes, run_state_names[n->run->state]);
 }
 
 static const struct entry run_entries[] = {
-	{ "command", 0444, &rendered_file, .text = command_text },
+	{ "command", 0444, &command_file },
 	{ "stdout", 0444, &result_file, .source = output_source, .which = STREAM_STDOUT },
 	{ "stderr", 0444, &result_file, .source = output_source, .which = STREAM_STDERR },
 	{ "exit_code", 0444, &rendered_file, .text = exit_code_text },

@@ -170,3 +170,12 @@ def test_default_template(mount):
             mount.sandbox(name).remove()
         os.rmdir(mount.mount / 'templates' / 'default')
     assert os.listdir(mount.mount / 'templates') == ['base']
+
+
+def test_control_characters_are_shown(mount):
+    """A line from a file with DOS line ends."""
+    for line in (b'create x from=base\r\n', b'create x from=base ttl=5\r\n', b'create x\r from=base\n'):
+        with mount.refused(errno.EINVAL, errno.ENOENT, says='\\r'):
+            write_file(mount.mount / 'ctl', line)
+    with mount.refused(errno.EINVAL, says=['\\x1b', '\\x7f', '\\t']):
+        write_file(mount.mount / 'ctl', b"'\x1b\x7f\t' x\n")

@@ -5,6 +5,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import time
 
@@ -131,3 +132,26 @@ def test_a_copy_of_the_mount_elsewhere_does_not_keep_it_alive(server):
             server.nothing_left(60)
         finally:
             copy.kill()
+
+
+@pytest.mark.timeout(400)
+def test_giving_up_is_in_the_system_log(server):
+    """In the background nobody sees stderr."""
+    if os.geteuid() != 0 or os.path.lexists('/dev/log'):
+        pytest.skip('needs root and a host without a system log, to be one')
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
+        log.bind('/dev/log')
+        try:
+            log.settimeout(120)
+            background(server)
+            if not server.qemu():
+                pytest.skip('there is no emulated host here')
+            said = b''
+            while b'giving up' not in said:
+                with contextlib.suppress(ProcessLookupError, TypeError):
+                    os.kill(server.qemu(), signal.SIGKILL)
+                said = log.recv(2000)
+            assert b'too often' in said
+        finally:
+            os.unlink('/dev/log')
+    server.nothing_left(60)

@@ -4,9 +4,11 @@ import base64
 import errno
 import json
 import os
+import select
+import time
 
 import pytest
-from vmenv import write_file
+from vmenv import Background, read_fd, write_file
 
 ANSWER = {'run', 'exit_code', 'signal', 'timed_out', 'duration_ms', 'stdout_bytes', 'truncated'}
 
@@ -139,3 +141,90 @@ def test_user_or_folder_that_is_not_there(sandbox, request_):
         assert failure.errno in (errno.EINVAL, errno.ENOENT)
     else:
         assert result.exit_code in (126, 127) and result.stdout == b'', result
+
+
+BIG = {
+    'nul': ("head -c 3000001 /dev/zero", b'\0' * 3000001, 'stdout'),
+    'text over pieces': ("yes 'aä€😀\"\\' | head -n 60000", 'aä€😀"\\\n'.encode() * 60000, 'stdout'),
+    'a cut character at the end': ("yes ä | head -c 600001", 'ä\n'.encode() * 200000 + b'\xc3', 'stdout_base64'),
+    'not text near the end': ("head -c 500000 /dev/zero; printf '\\355\\240\\200z'", b'\0' * 500000 + b'\xed\xa0\x80z',
+                              'stdout_base64'),
+}
+
+
+@pytest.mark.parametrize('case', BIG)
+def test_big_answer(sandbox, case):
+    cmd, expected, key = BIG[case]
+    result = sandbox.run(f'({cmd}) 2>/dev/null')
+    assert key in result.answer, result
+    assert len(result.stdout) == len(expected) and result.stdout == expected
+    assert result.stderr == b'' and result.answer['stdout_bytes'] == len(expected)
+
+
+CHARACTERS = {
+    'controls': bytes(range(32)) + b'"\\/\x7f',
+    'largest': '\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff'.encode(),
+    'overlong': b'\xc0\x80', 'overlong of three': b'\xe0\x9f\xbf', 'overlong of four': b'\xf0\x8f\xbf\xbf',
+    'surrogate': b'\xed\xa0\x80', 'past the last': b'\xf4\x90\x80\x80', 'alone': b'a\x80', 'cut': b'a\xe2\x82',
+    'cut and going on': b'\xe2\x82a',
+}
+
+
+@pytest.mark.parametrize('case', CHARACTERS)
+def test_text_or_base64(sandbox, case):
+    data = CHARACTERS[case]
+    result = sandbox.run('cat; cat /etc/ready >&2', stdin_base64=base64.b64encode(data).decode())
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        assert 'stdout' not in result.answer
+    else:
+        assert result.answer['stdout'] == text
+    assert result.stdout == data and result.answer['stderr'] == 'set up\n'
+
+
+def test_others_do_not_wait_for_a_big_answer(sandbox):
+    """The answer is made apart: from the run's end to the answer's first byte, others are answered."""
+    fd = os.open(sandbox.path / 'exec.json', os.O_RDWR)
+    try:
+        os.write(fd, json.dumps({'cmd': 'head -c 20000000 /dev/zero'}).encode())
+        first = Background(os.read, fd, 1)
+        sandbox.ended(1)
+        times = [time.monotonic()]
+        while first.running():
+            assert sandbox.server.text('version').startswith('vmenvfs')
+            times.append(time.monotonic())
+        print(f'{len(times) - 1} reads, the longest {max(b - a for a, b in zip(times, times[1:])):.3f} s, '
+              f'of {times[-1] - times[0]:.3f} s')
+        assert first.result() == b'{' and len(times) > 3
+        assert json.loads(b'{' + read_fd(fd))['stdout'] == '\0' * 20000000
+    finally:
+        os.close(fd)
+
+
+def test_reader_that_does_not_wait_for_a_big_answer(sandbox):
+    fd = os.open(sandbox.path / 'exec.json', os.O_RDWR | os.O_NONBLOCK)
+    try:
+        os.write(fd, json.dumps({'cmd': 'head -c 2000000 /dev/zero'}).encode())
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        with pytest.raises(BlockingIOError):
+            os.read(fd, 1)
+        sandbox.ended(1)
+        with pytest.raises(BlockingIOError):
+            os.read(fd, 1)
+        assert poller.poll(60000), 'no answer'
+        assert json.loads(read_fd(fd))['stdout'] == '\0' * 2000000
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize('text', ['[]', 'xyz\n', '{}x', '{"cmd": x\n', '{"cmd": ":"]'])
+def test_hopeless_request_is_refused_by_the_write(sandbox, text):
+    fd = os.open(sandbox.path / 'exec.json', os.O_WRONLY)
+    try:
+        with sandbox.server.refused(errno.EINVAL):
+            os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+    assert sandbox.runs() == []

@@ -165,6 +165,58 @@ def test_killed_emulated_host_comes_back(small):
     assert small.create('small', name='after').exec('cat /etc/here') == b'here\n'
 
 
+@pytest.mark.timeout(600)
+def test_templates_outlive_the_emulated_host(small):
+    """Whenever it dies: what was said to be made is there afterwards."""
+    if not small.qemu():
+        pytest.skip('there is no emulated host here')
+    def die():
+        before = small.qemu()
+        os.kill(before, signal.SIGKILL)
+
+        def back():
+            try:
+                return small.text('version') and small.qemu() not in (None, before)
+            except OSError:
+                return False
+        until(back, 180, 'the emulated host is back')
+    small.declare('kept', config='{"disk_mb": 64, "setup": ["echo begun; sleep 4335"]}')
+    die()
+    assert small.word('templates/kept/state') == 'new'
+    assert '"echo begun; sleep 4335"' in small.text('templates/kept/config')
+    small.write('templates/kept/rootfs', Server.rootfs)
+    fd = os.open(small.mount / 'templates/kept/rootfs', os.O_WRONLY)
+    os.fsync(fd)
+    os.close(fd)
+    die()
+    assert small.read('templates/kept/rootfs') == Server.rootfs
+    small.write('templates/kept/rootfs', Server.rootfs + bytes(10240))
+    bake = Background(small.write, 'templates/kept/ctl', 'bake\n')
+    until(lambda: 'begun' in small.text('templates/kept/log'), 120)
+    die()
+    with pytest.raises(OSError):
+        bake.result()
+    assert small.word('templates/kept/state') == 'failed'
+    assert small.template_info('kept')['reason'] == 'interrupted'
+    assert small.read('templates/kept/rootfs') == Server.rootfs + bytes(10240)
+    assert 'begun' in small.text('templates/kept/config')
+    os.rmdir(small.mount / 'templates/kept')
+
+
+@pytest.mark.timeout(300)
+def test_umask_that_allows_nothing():
+    server = Server(command=lambda s: ['sh', '-c', 'umask 0777; exec "$@"', 'sh', program('vmenvfs'), '--foreground', '--state',
+                                       str(s.state), str(s.mount)])
+    try:
+        server.start()
+        modes = {path.name: path.stat().st_mode & 0o777 for path in [server.state, *server.state.iterdir()]}
+        assert {name: oct(mode) for name, mode in modes.items() if mode & 0o600 != 0o600 or mode & 0o077} == {}
+        server.declare('small', Server.rootfs, config=SMALL)
+        server.stop()
+    finally:
+        server.close()
+
+
 @pytest.mark.timeout(400)
 def test_stopped_emulated_host_is_noticed(small):
     """A host that does not answer is as good as dead: callers get an error, not a hang."""
@@ -205,6 +257,50 @@ def test_too_many_machines_are_refused_and_harm_no_one():
         with server.refused(errno.ENOMEM, says='lots'):
             sandbox.ctl('fork lots count=200')
         assert server.create('small').exec('echo one more') == b'one more\n'
+        server.stop()
+    finally:
+        server.close()
+
+
+@pytest.mark.timeout(500)
+def test_out_of_memory_ends_the_largest_and_harms_no_other():
+    """Machines that grow past what the host has: one that grew is ended, with the reason; one that did not goes on."""
+    server = Server(arguments=['--emulated-memory', '1200'])
+    try:
+        server.start()
+        if not server.qemu():
+            pytest.skip('the memory of this host is not ours to fill')
+        server.bake('small', config={'memory_mb': 96, 'disk_mb': 128, 'timeout': 300})
+        good = server.create('small', name='good')
+        assert good.exec('echo before') == b'before\n'
+        greedy = [server.create('small', name=f'h{n}') for n in range(9)]
+        runs = [Background(sandbox.run, 'dd if=/dev/zero of=/g bs=1M count=110') for sandbox in greedy]
+        slowest = 0.0
+        while any(run.running() for run in runs):
+            started = time.monotonic()
+            assert good.exec('echo during') == b'during\n'
+            slowest = max(slowest, time.monotonic() - started)
+            time.sleep(0.2)
+        assert slowest < 15, f'a machine that did nothing wrong took {slowest:.1f} s to answer'
+        dead = [sandbox for sandbox in greedy if sandbox.word('state') == 'dead']
+        assert 0 < len(dead) < len(greedy), [sandbox.info() for sandbox in greedy]
+        said, events = server.text('error'), server.events()
+        for sandbox in dead:
+            assert 'the host is out of memory: it held' in sandbox.info()['reason']
+            assert any(f' {sandbox.name} ' in line and 'ENOMEM' in line for line in said.splitlines())
+            assert any(event.get('sandbox') == sandbox.name and 'out of memory' in event.get('reason', '')
+                       for event in events)
+        for sandbox, run in zip(greedy, runs):
+            if sandbox in dead:
+                with pytest.raises(OSError):
+                    run.result()
+            else:
+                assert run.result().exit_code == 0
+        assert server.stats()['out_of_memory_total'] == str(len(dead))
+        for sandbox in greedy:
+            sandbox.remove()
+        assert server.create('small', name='next').exec('echo after') == b'after\n'
+        assert good.exec('echo after') == b'after\n'
         server.stop()
     finally:
         server.close()

@@ -10,7 +10,7 @@ import pytest
 from vmenv import Background, until, write_file
 
 COUNTER = '''(i=0; while :; do i=$((i + 1)); echo $i > /dev/shm/n.new; mv /dev/shm/n.new /dev/shm/n; sleep 0.02; done) \
-> /dev/null 2>&1 &
+> /dev/null 2>&1 & echo $! > /dev/shm/pid
 '''
 
 
@@ -70,14 +70,15 @@ def test_date_is_right_in_restores_and_forks(sandbox):
 
 def test_fork_carries_a_running_process(sandbox):
     counting(sandbox)
-    pid = sandbox.sh("ps -o pid,args | grep -c 'i=$((i'")
+    identity = 'cat /dev/shm/pid; cut -d" " -f22 /proc/$(cat /dev/shm/pid)/stat'  # number and time of birth
+    process = sandbox.sh(identity)
     before = count(sandbox)
     child = sandbox.fork()
     for s in (sandbox, child):
         now = count(s)
         assert now >= before
         until(lambda s=s, now=now: count(s) > now, 30, f'the counter of {s.name} goes on')
-    assert child.sh("ps -o pid,args | grep -c 'i=$((i'") == pid
+    assert child.sh(identity) == process == sandbox.sh(identity)
 
 
 def test_fork_carries_open_files_and_a_half_written_one(sandbox):
@@ -323,6 +324,32 @@ def test_death_of_the_guest(mount, how):
     assert mount.create().exec('echo new') == b'new\n'
     sandbox.remove()
     assert not sandbox.exists()
+
+
+def test_nothing_starts_in_a_guest_that_goes_down(mount):
+    """Whatever the moment: never a shortage of memory."""
+    sandbox = mount.create()
+    end = Background(write_file, sandbox.path / 'exec', 'sleep 0.2; poweroff -f\n')
+    failure = None
+    while failure is None:
+        try:
+            sandbox.write('exec', ':\n')
+        except OSError as e:
+            failure = e
+    assert failure.errno == errno.EIO, mount.text('error').splitlines()[-1]
+    try:
+        end.result()
+    except OSError:
+        pass
+
+
+def test_a_guest_that_freezes_its_cgroups(mount):
+    sandbox = mount.create()
+    sandbox.sh('mkdir /cg; mount -t cgroup2 none /cg')
+    sandbox.write('exec', '(sleep 0.2; echo 1 > /cg/cgroup.freeze) > /dev/null 2>&1 & sleep 0.1\n')
+    time.sleep(1)  # a frozen guest cannot be asked whether it is
+    assert sandbox.sh('echo thawed', timeout=20) == 'thawed'
+    assert sandbox.fork().sh('echo forked') == 'forked'
 
 
 def test_death_while_many_wait(mount):

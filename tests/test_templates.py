@@ -3,9 +3,11 @@
 import contextlib
 import errno
 import gzip
+import io
 import json
 import os
 import subprocess
+import tarfile
 import time
 
 import pytest
@@ -58,6 +60,7 @@ WRONG = {
     'memory huge': ('{"memory_mb": 999999999}', ['memory_mb']),
     'memory negative': ('{"memory_mb": -256}', ['memory_mb']),
     'memory overflow': ('{"memory_mb": 99999999999999999999999}', []),
+    'disk too large for the memory': ('{"disk_mb": 1000000, "memory_mb": 96}', ['disk_mb', 'memory_mb', '15673']),
     'disk 0': ('{"disk_mb": 0}', ['disk_mb']),
     'cmdline number': ('{"cmdline": 5}', ['cmdline']),
     'cmdline long': (json.dumps({'cmdline': 'x' * 5000}), ['cmdline']),
@@ -94,6 +97,29 @@ def test_wrong_config_is_refused(mount, draft, case):
     with mount.refused(errno.EINVAL, *([errno.EFBIG, errno.E2BIG] if case == 'huge' else []), says=words):
         mount.write(f'templates/{draft}/config', text)
     assert mount.word(f'templates/{draft}/state') == 'new'
+
+
+@pytest.mark.parametrize('text', ['[]', 'xyz', '{}x', '{xyz', '{"vcpus":1]', '{"vcpus":,', '{"vcpus": x\n', 'xyz\n', '[1,\n', '{} {'])
+def test_hopeless_config_is_refused_by_the_write(mount, draft, text):
+    """Shells look at what write returns, and not at close."""
+    fd = os.open(mount.mount / 'templates' / draft / 'config', os.O_WRONLY | os.O_TRUNC)
+    try:
+        with mount.refused(errno.EINVAL, says='config'):
+            os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize('text', ['{"vcpus": 2, "memory_mb": 128}\n', '  {"env": {"A": "\\u00e9\\ud83d\\ude00\\n\u00e9\U0001f600"}, "setup": []}',
+                                  '{"timeout": 1.5e+1, "pool": 0, "cmdline":\n"a"\n}\n'])
+def test_config_in_single_bytes(mount, draft, text):
+    fd = os.open(mount.mount / 'templates' / draft / 'config', os.O_WRONLY | os.O_TRUNC)
+    try:
+        for byte in text.encode():
+            assert os.write(fd, bytes([byte])) == 1
+    finally:
+        os.close(fd)
+    assert json.loads(mount.read(f'templates/{draft}/config')) == json.loads(text)
 
 
 def test_config_reads_back(mount, draft):
@@ -137,6 +163,15 @@ def test_rootfs_that_does_not_fit(mount, draft):
     mount.write(f'templates/{draft}/config', '{"disk_mb": 16}')
     mount.write(f'templates/{draft}/rootfs', busybox_tar({'big': os.urandom(20 << 20)}))
     with failed_bake(mount, draft):
+        bake(mount, draft)
+
+
+def test_rootfs_whose_proc_is_a_file(mount, draft):
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode='w') as tar:
+        tar.addfile(tarfile.TarInfo('proc'), io.BytesIO())
+    mount.write(f'templates/{draft}/rootfs', out.getvalue())
+    with failed_bake(mount, draft, "vmenv-agent: the sandbox: the disk's /proc is not a directory"):
         bake(mount, draft)
 
 

@@ -38,10 +38,20 @@ int machine_capture(struct machine *m, struct err *e)
 	return r;
 }
 
+void machine_oom_score(const char *score)
+{
+	AUTO_CLOSE int fd = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
+
+	/* Without it the kernel chooses as it likes: no reason not to run. */
+	if (fd < 0 || write(fd, score, strlen(score)) < 0)
+		return;
+}
+
 /* In the child, first thing: nothing of the parent's KVM, event loop and connections is left. */
 static int become_child(struct machine *m, unsigned index, struct err *e)
 {
 	m->of_zygote = m->vm.fd < 0;
+	machine_oom_score(MACHINE_OOM_CHILD);
 	crew_forked(&m->crew);
 	vm_close(&m->vm);
 	devices_forked(&m->devices);

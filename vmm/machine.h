@@ -52,6 +52,11 @@ int machine_pause(struct machine *m, struct err *e);
  * machine_resume. *still_ns: how long the vCPUs did not run.
  */
 int machine_fork(struct machine *m, unsigned count, unsigned *child, uint64_t *still_ns, struct err *e);
+/* How readily the kernel ends this process when it is out of memory: a template's machine rather than the server, and a
+ * machine that was forked, which is one of many, rather than that. */
+#define MACHINE_OOM_FIRST "300"
+#define MACHINE_OOM_CHILD "500"
+void machine_oom_score(const char *score);
 /* Paused only. memory and disk: descriptors for the changed pages, or -1. */
 int machine_save(struct machine *m, int state, int memory, int disk, struct err *e);
 const struct memory *machine_memory(struct machine *m);

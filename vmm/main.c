@@ -277,6 +277,8 @@ int main(int argc, char **argv)
 		fprintf(stderr, "vmenv-machine: cannot make an event loop: %s\n", strerror(errno));
 		return 1;
 	}
+	if (o.control >= 0)
+		machine_oom_score(MACHINE_OOM_FIRST);
 	r = start(&o, l);
 	loop_free(l);
 	return r;

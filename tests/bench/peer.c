@@ -105,21 +105,29 @@ static int first_command(double deadline)
 	return 0;
 }
 
-/* Runs one QMP command. -EAGAIN: its answer does not have `until` in it (NULL: any will do). */
-static int qmp(const char *path, const char *command, const char *until, double deadline)
+/* Capabilities that both sides want: memory that is a shared mapping of a file is not copied into the state. */
+#define IGNORE_SHARED                                                                                                       \
+	"{\"execute\": \"migrate-set-capabilities\", \"arguments\": {\"capabilities\": "                                       \
+	"[{\"capability\": \"x-ignore-shared\", \"state\": true}]}}\n"
+
+/* Runs QMP commands, one a line. -EAGAIN: the answers do not have `until` in them (NULL: any will do). */
+static int qmp(const char *path, const char *commands, const char *until, double deadline)
 {
 	struct sockaddr_un a = { .sun_family = AF_UNIX };
 	AUTO_CLOSE int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	unsigned wanted = 1, got; /* the first return is that of qmp_capabilities */
 	char text[16384];
 	size_t at = 0;
 
+	for (const char *c = commands; *c; c++)
+		wanted += *c == '\n';
 	snprintf(a.sun_path, sizeof(a.sun_path), "%s", path);
 	while (connect(fd, (struct sockaddr *)&a, sizeof(a)) < 0) {
 		if (ms_now() > deadline)
 			return -ETIMEDOUT;
 		usleep(1000);
 	}
-	dprintf(fd, "{\"execute\": \"qmp_capabilities\"}\n%s\n", command);
+	dprintf(fd, "{\"execute\": \"qmp_capabilities\"}\n%s", commands);
 	while (at < sizeof(text) - 1 && ms_now() < deadline) {
 		ssize_t r = read(fd, text + at, sizeof(text) - 1 - at);
 
@@ -127,10 +135,14 @@ static int qmp(const char *path, const char *command, const char *until, double 
 			return -EIO;
 		at += (size_t)r;
 		text[at] = 0;
-		if (strstr(text, "\"error\""))
+		if (strstr(text, "\"error\"")) {
+			fprintf(stderr, "bench: QEMU: %s\n", text);
 			return -EINVAL;
-		/* The first return is that of qmp_capabilities, the second the command's. */
-		if (strstr(text, "return") && strstr(strstr(text, "return") + 1, "return"))
+		}
+		got = 0;
+		for (const char *c = text; (c = strstr(c, "\"return\"")); c++)
+			got++;
+		if (got >= wanted)
 			return !until || strstr(text, until) ? 0 : -EAGAIN;
 	}
 	return -EIO;
@@ -138,7 +150,7 @@ static int qmp(const char *path, const char *command, const char *until, double 
 
 static pid_t start_qemu(const struct peer_options *o, bool restore)
 {
-	char memory[512], disk[512], qmp_arg[256], incoming[512], mb[16], cid[64];
+	char memory[512], disk[512], qmp_arg[256], mb[16], cid[64];
 	const char *share = restore ? "off" : "on";
 	struct stat st;
 	pid_t pid;
@@ -150,15 +162,13 @@ static pid_t start_qemu(const struct peer_options *o, bool restore)
 	snprintf(disk, sizeof(disk), "memory-backend-file,id=disk,mem-path=%s,size=%llu,share=%s", o->disk,
 		 (unsigned long long)st.st_size, share);
 	snprintf(qmp_arg, sizeof(qmp_arg), "unix:%s/qmp,server=on,wait=off", o->work);
-	snprintf(incoming, sizeof(incoming), "exec:cat %s/state", o->work);
 	snprintf(cid, sizeof(cid), "vhost-vsock-pci,guest-cid=%d", CID);
 	pid = fork();
 	if (pid == 0) {
 		const char *argv[64] = { o->qemu, "-M", "q35,memory-backend=ram,accel=kvm", "-cpu", "host", "-smp", "1", "-m", NULL, "-nodefaults",
 					 "-no-user-config", "-display", "none", "-object", memory, "-object", disk, "-device",
 					 "virtio-pmem-pci,memdev=disk", "-device", cid, "-device", "virtio-rng-pci", "-qmp", qmp_arg, "-kernel",
-					 o->kernel, "-initrd", o->initrd, "-append", "console=ttyS0 quiet reboot=k panic=-1", "-serial", "null",
-					 "-global", "migration.x-ignore-shared=true" };
+					 o->kernel, "-initrd", o->initrd, "-append", "console=ttyS0 quiet reboot=k panic=-1", "-serial", "null" };
 		char limit[64];
 		unsigned n = 0;
 		int null = open("/dev/null", O_RDWR);
@@ -169,7 +179,7 @@ static pid_t start_qemu(const struct peer_options *o, bool restore)
 			n++;
 		if (restore) {
 			argv[n++] = "-incoming";
-			argv[n++] = incoming;
+			argv[n++] = "defer";
 		}
 		if (!getenv("BENCH_VERBOSE"))
 			dup2(null, 2);
@@ -201,13 +211,15 @@ static double private_kb_of(pid_t pid)
 
 int bench_qemu(const struct peer_options *o, struct samples *restore, double *private_kb)
 {
-	char path[256], save[512];
+	char path[256], save[1024], load[1024];
 	double deadline = ms_now() + PATIENCE_MS;
 	pid_t pid;
 	int r;
 
 	snprintf(path, sizeof(path), "%s/qmp", o->work);
-	snprintf(save, sizeof(save), "{\"execute\": \"migrate\", \"arguments\": {\"uri\": \"exec:cat > %s/state\"}}", o->work);
+	snprintf(save, sizeof(save), IGNORE_SHARED "{\"execute\": \"migrate\", \"arguments\": {\"uri\": \"exec:cat > %s/state\"}}\n", o->work);
+	snprintf(load, sizeof(load), IGNORE_SHARED "{\"execute\": \"migrate-incoming\", \"arguments\": {\"uri\": \"exec:cat %s/state\"}}\n",
+		 o->work);
 	unlink(path);
 	pid = start_qemu(o, false);
 	if (pid < 0)
@@ -216,7 +228,7 @@ int bench_qemu(const struct peer_options *o, struct samples *restore, double *pr
 	if (r == 0)
 		r = qmp(path, save, NULL, deadline);
 	while (r == 0 || r == -EAGAIN) {
-		r = qmp(path, "{\"execute\": \"query-migrate\"}", "\"completed\"", deadline);
+		r = qmp(path, "{\"execute\": \"query-migrate\"}\n", "\"completed\"", deadline);
 		if (r == 0)
 			break;
 		usleep(20000);
@@ -229,7 +241,9 @@ int bench_qemu(const struct peer_options *o, struct samples *restore, double *pr
 		pid = start_qemu(o, true);
 		if (pid < 0)
 			return -errno;
-		r = first_command(start + 30000);
+		r = qmp(path, load, NULL, start + 30000);
+		if (r == 0)
+			r = first_command(start + 30000);
 		if (r == 0)
 			samples_add(restore, ms_now() - start);
 		*private_kb = private_kb_of(pid);

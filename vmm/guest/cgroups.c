@@ -225,6 +225,12 @@ void cgroups_give(struct cgroups *c, int index)
 	settle(c, index);
 }
 
+void cgroup_thaw(int dir)
+{
+	if (dir >= 0)
+		put(dir, "cgroup.freeze", "0");
+}
+
 int cgroups_kill(struct cgroups *c, int index)
 {
 	c->items[index].killed = true;

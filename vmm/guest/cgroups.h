@@ -51,6 +51,8 @@ void cgroups_prepare(struct cgroups *c, int n);
 /* An empty cgroup's index, or -errno. */
 int cgroups_take(struct cgroups *c);
 void cgroups_give(struct cgroups *c, int index);
+/* Undoes what a guest that has mounted its cgroups froze: nothing could be started in it. `dir` may be -1. */
+void cgroup_thaw(int dir);
 /* SIGKILL to all in it. */
 int cgroups_kill(struct cgroups *c, int index);
 

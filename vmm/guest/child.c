@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The child shares the agent's memory until it executes (the agent sleeps meanwhile), so it writes nothing but its stack,
+ * The child shares the agent's memory until it executes (the agent waits meanwhile), so it writes nothing but its stack,
  * errno and its answer in struct command, and uses bare system calls where libc has a state of its own.
  */
 #include <linux/sched.h>
+#include <poll.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -12,10 +13,13 @@
 
 #include <vmenv/util.h>
 
+#include "cgroups.h"
 #include "child.h"
 
 #define FILES_SOFT 1024
 #define FILES_HARD 524288
+#define THAW_AFTER_MS 200
+#define PATIENCE_MS 8000
 
 __attribute__((noreturn)) static void give_up(struct command *c, enum spawn_step step)
 {
@@ -104,26 +108,58 @@ static long clone3_with_stack(struct clone_args *args, struct command *c)
 	return result;
 }
 
+/*
+ * The write end closes as the child executes or ends. Not CLONE_VFORK: the agent would sleep for ever with a child whose
+ * cgroup the guest has frozen. True if it executed or gave up by itself.
+ */
+static bool await_execution(const struct command *c, pid_t pid, int fd)
+{
+	struct pollfd p = { .fd = fd };
+
+	if (poll(&p, 1, THAW_AFTER_MS) != 0)
+		return true;
+	cgroup_thaw(c->sandbox_cgroup);
+	cgroup_thaw(c->cgroup);
+	if (poll(&p, 1, PATIENCE_MS) != 0)
+		return true;
+	kill(pid, SIGKILL);
+	/* Until it is gone it has our memory. */
+	poll(&p, 1, -1);
+	return false;
+}
+
 pid_t spawn(struct command *c, void *stack, struct err *e)
 {
 	struct clone_args args = {
-		.flags = CLONE_VM | CLONE_VFORK | (c->cgroup >= 0 ? CLONE_INTO_CGROUP : 0),
+		.flags = CLONE_VM | (c->cgroup >= 0 ? CLONE_INTO_CGROUP : 0),
 		.exit_signal = SIGCHLD,
 		.stack = (uint64_t)(uintptr_t)stack,
 		.stack_size = SPAWN_STACK,
 		.cgroup = c->cgroup >= 0 ? (uint64_t)c->cgroup : 0,
 	};
+	bool executed = true;
 	sigset_t all, old;
+	int executing[2];
 	long r;
 
+	/* Neither end is SCRIPT_FD, which the child replaces: the agent's loop is older. */
+	if (pipe2(executing, O_CLOEXEC) < 0)
+		return err_set(e, errno, "a pipe: %s", strerror(errno));
 	c->failed = SPAWN_STARTED;
 	/* No handler may run on the shared memory. */
 	sigfillset(&all);
 	sigprocmask(SIG_SETMASK, &all, &old);
 	r = clone3_with_stack(&args, c);
+	close(executing[1]);
+	if (r > 0)
+		executed = await_execution(c, (pid_t)r, executing[0]);
+	close(executing[0]);
 	sigprocmask(SIG_SETMASK, &old, NULL);
 	if (r < 0)
 		return err_set(e, (int)-r, "cannot start a process: %s", strerror((int)-r));
+	if (!executed)
+		return err_set(e, ETIMEDOUT, "the process did not start within %d seconds: the guest has frozen it, or its folder hangs",
+			       (THAW_AFTER_MS + PATIENCE_MS) / 1000);
 	return (pid_t)r;
 }
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Starting a process without copying the agent: vfork into a cgroup, and whatever else the process is to be. */
+/* Starting a process without copying the agent: into a cgroup, and whatever else the process is to be. */
 #ifndef VMENV_GUEST_CHILD_H
 #define VMENV_GUEST_CHILD_H
 
@@ -24,6 +24,7 @@ struct command {
 	int script;  /* -1, or what becomes SCRIPT_FD */
 	int sandbox; /* pidfd of the process whose mount and cgroup namespace to enter, or -1 */
 	int cgroup;  /* or -1 */
+	int sandbox_cgroup; /* the one above it, or -1 */
 	/* Written by the child, which shares the memory, when it cannot go on: */
 	enum spawn_step failed;
 	int failed_errno;
@@ -34,7 +35,8 @@ struct command {
 
 /*
  * Returns when the child has executed its program or given up. The pid, or -errno with a sentence if there is no process.
- * A child that gave up has said so in `failed` and exits by itself with 126 or 127.
+ * A child that gave up has said so in `failed` and exits by itself with 126 or 127. One that does neither, as the guest
+ * can bring about (a frozen cgroup, a folder of a file system that hangs), is killed after some seconds.
  */
 pid_t spawn(struct command *c, void *stack, struct err *e);
 

@@ -725,8 +725,12 @@ static int run_spawn(struct run *r, struct plan *p, struct err *e)
 	c->script = r->script_fd;
 	c->sandbox = a->sandbox.pidfd;
 	c->cgroup = r->cgroup >= 0 ? a->cgroups.items[r->cgroup].fd : -1;
+	c->sandbox_cgroup = a->cgroups.parent;
 	r->started = now_ns(CLOCK_MONOTONIC);
 	pid = spawn(c, a->stack, e);
+	/* What the kernel says of a PID namespace that has ended. */
+	if (pid == -ENOMEM && sandbox_ending(&a->sandbox))
+		return err_set(e, EIO, "the guest is going down: nothing can be started in it");
 	if (pid < 0)
 		return pid;
 	r->pid = pid;

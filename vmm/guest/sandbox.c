@@ -12,6 +12,7 @@
 #include <vmenv/util.h>
 
 #include "sandbox.h"
+#include "cgroups.h"
 #include "child.h"
 
 struct mount_point {
@@ -212,6 +213,8 @@ int sandbox_open(struct sandbox *s, const char *root, int cgroup, int init_cgrou
 		return fail(e, "/proc/self/ns/pid");
 	if (pipe2(report, O_CLOEXEC) < 0)
 		return fail(e, "pipe");
+	cgroup_thaw(cgroup);
+	cgroup_thaw(init_cgroup);
 	pid = fork_with(CLONE_NEWPID | CLONE_NEWNS, s->cgroup_ns < 0 ? cgroup : init_cgroup);
 	if (pid == 0)
 		init_main(root, s->cgroup_ns, report[1]);
@@ -230,6 +233,17 @@ int sandbox_open(struct sandbox *s, const char *root, int cgroup, int init_cgrou
 		waitpid(pid, NULL, 0);
 	}
 	return r;
+}
+
+/* One that is ending has let go of its memory, and so of its program, before its PID namespace takes no more processes. */
+bool sandbox_ending(const struct sandbox *s)
+{
+	char path[40], program[8];
+
+	if (s->init <= 0)
+		return false;
+	snprintf(path, sizeof(path), "/proc/%d/exe", s->init);
+	return readlink(path, program, sizeof(program)) < 0 && (errno == ENOENT || errno == ESRCH);
 }
 
 void sandbox_close(struct sandbox *s)

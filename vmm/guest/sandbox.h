@@ -22,6 +22,8 @@ struct sandbox {
  * init: the first one is born in `cgroup`, to see the tree from there, and moved; so no controller may be on yet below it.
  */
 int sandbox_open(struct sandbox *s, const char *root, int cgroup, int init_cgroup, struct err *e);
+/* Its init has died, or is about to have: the guest was told to power off, say. */
+bool sandbox_ending(const struct sandbox *s);
 /* Kills all that is in it. The caller reaps. */
 void sandbox_close(struct sandbox *s);
 

@@ -340,7 +340,8 @@ char *core_stats(struct core *c)
 		     "sandboxes_frozen %u\nsandboxes_dead %u\nruns_running %u\nruns_kept %u\ncreates_total %llu\n"
 		     "create_failures_total %llu\nforks_total %llu\nfork_failures_total %llu\nresets_total "
 		     "%llu\nkills_total %llu\n"
-		     "expired_total %llu\ndeaths_total %llu\nout_of_memory_total %llu\nruns_total %llu\nmachine_processes %u\nopen_files %u\n"
+		     "expired_total %llu\ndeaths_total %llu\nout_of_memory_total %llu\n"
+		     "runs_total %llu\nmachine_processes %u\nopen_files %u\n"
 		     "state_files %u\nserver_rss_kb %llu\nserver_threads %llu\nmemory_available_kb "
 		     "%llu\nuptime_seconds %llu\n",
 		     templates, ready, state[0] + state[1] + state[2] + state[3] + state[4], state[SANDBOX_CREATING],
@@ -348,7 +349,8 @@ char *core_stats(struct core *c)
 		     (unsigned long long)c->count.creates, (unsigned long long)c->count.create_failures,
 		     (unsigned long long)c->count.forks, (unsigned long long)c->count.fork_failures,
 		     (unsigned long long)c->count.resets, (unsigned long long)c->count.kills,
-		     (unsigned long long)c->count.expired, (unsigned long long)c->count.deaths, (unsigned long long)c->count.out_of_memory,
+		     (unsigned long long)c->count.expired, (unsigned long long)c->count.deaths,
+		     (unsigned long long)c->count.out_of_memory,
 		     (unsigned long long)c->count.runs, c->machines.count, fds >= 0 ? count_entries(fds) : 0,
 		     count_entries(c->machines.folder) + count_entries(c->consoles_fd) + count_entries(c->outputs_fd),
 		     (unsigned long long)read_field("/proc/self/status", "VmRSS"),

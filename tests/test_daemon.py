@@ -146,10 +146,13 @@ def test_giving_up_is_in_the_system_log(server):
             background(server)
             if not server.qemu():
                 pytest.skip('there is no emulated host here')
-            said = b''
+            said, killed = b'', set()
             while b'giving up' not in said:
-                with contextlib.suppress(ProcessLookupError, TypeError):
-                    os.kill(server.qemu(), signal.SIGKILL)
+                until(lambda: server.qemu() and server.qemu() not in killed, 60, 'there is a new emulated host')
+                pid = server.qemu()
+                killed.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
                 said = log.recv(2000)
             assert b'too often' in said
         finally:

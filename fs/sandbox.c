@@ -326,12 +326,28 @@ static struct change *change_begin(struct sandbox *s, struct op *op, struct err 
 	return ch;
 }
 
-static void change_pending(struct change *ch, struct op *op)
+static int change_allowed(struct sandbox *s, struct err *e)
 {
+	int r = sandbox_need_machine(s, e);
+
+	if (r == 0 && s->p->birth)
+		r = err_set(e, EBUSY, "sandbox %s is being reset", s->name);
+	return r;
+}
+
+/* What freeze and thaw answer once the machine was asked (r: how that went). */
+static int change_begun(struct change *ch, struct op *op, int r)
+{
+	if (r < 0) {
+		ch->op = NULL;
+		change_end(ch->s, r, NULL);
+		return r;
+	}
 	if (!op)
-		return;
+		return 0;
 	op->callee = ch;
 	op->cancel = change_cancel;
+	return VMENV_PENDING;
 }
 
 static void on_paused(struct machine_call *call, int status, const struct machine_msg *m, const struct err *e)
@@ -352,12 +368,10 @@ static void on_paused(struct machine_call *call, int status, const struct machin
 int sandbox_freeze(struct sandbox *s, struct op *op, struct err *e)
 {
 	struct change *ch;
-	int r = sandbox_need_machine(s, e);
+	int r = change_allowed(s, e);
 
 	if (r < 0)
 		return r;
-	if (s->p->birth)
-		return err_set(e, EBUSY, "sandbox %s is being reset", s->name);
 	if (s->state == SANDBOX_FROZEN)
 		return 0;
 	ch = change_begin(s, op, e);
@@ -366,13 +380,7 @@ int sandbox_freeze(struct sandbox *s, struct op *op, struct err *e)
 	ch->pause.done = on_paused;
 	ch->pause.arg = ch;
 	r = machine_request(s->p->machine, &ch->pause, MACHINE_PAUSE, 0, NULL, 0, NULL, 0, ANSWER_MS, e);
-	if (r < 0) {
-		ch->op = NULL;
-		change_end(s, r, NULL);
-		return r;
-	}
-	change_pending(ch, op);
-	return op ? VMENV_PENDING : 0;
+	return change_begun(ch, op, r);
 }
 
 static void on_awake(struct awaken *a, int status, const struct err *e)
@@ -392,12 +400,10 @@ static void on_awake(struct awaken *a, int status, const struct err *e)
 int sandbox_thaw(struct sandbox *s, struct op *op, struct err *e)
 {
 	struct change *ch;
-	int r = sandbox_need_machine(s, e);
+	int r = change_allowed(s, e);
 
 	if (r < 0)
 		return r;
-	if (s->p->birth)
-		return err_set(e, EBUSY, "sandbox %s is being reset", s->name);
 	if (s->state == SANDBOX_RUNNING)
 		return 0;
 	ch = change_begin(s, op, e);
@@ -409,13 +415,7 @@ int sandbox_thaw(struct sandbox *s, struct op *op, struct err *e)
 	/* The guest is set up again: its clock has stood still, and its randomness may have been copied meanwhile. */
 	r = awaken_start(&ch->awaken, s->core->loop, s->p->machine, &s->source->config,
 			 s->p->console_given ? -1 : s->console_fd, ANSWER_MS, e);
-	if (r < 0) {
-		ch->op = NULL;
-		change_end(s, r, NULL);
-		return r;
-	}
-	change_pending(ch, op);
-	return op ? VMENV_PENDING : 0;
+	return change_begun(ch, op, r);
 }
 
 /* ---- the end ---- */
